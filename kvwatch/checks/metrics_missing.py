@@ -1,0 +1,47 @@
+"""The page lacks metrics that kvwatch needs to judge the KV cache.
+
+## Meaning
+
+One or more of the signals that every vLLM engine exports are not on its /metrics page: KV-cache usage, running and
+waiting requests, preemptions. The page can be another server's (a router, a Triton or NIM front end), vLLM can run with
+`--disable-log-stats`, a relabelling rule can drop series, or a new vLLM release can have renamed a metric.
+
+## Impact
+
+Every check that needs the missing metric answers `unknown`. An alert on a series that does not exist never fires, so
+silence does not mean health.
+
+## Diagnosis
+
+- `kvwatch check URL` names the missing metrics.
+- `curl -s URL/metrics | grep -E '^(ray_)?vllm[:_]'` shows what the server exports under which prefix.
+- In Prometheus, `absent(vllm:kv_cache_usage_perc)` and `up` tell a missing series from a target that is down.
+
+## Mitigation
+
+- Scrape the vLLM server itself, not the router or gateway in front of it.
+- Start vLLM without `--disable-log-stats`.
+- NVIDIA NIM of 2024 and Triton without its KV gauges do not export preemptions: kvwatch cannot judge them there.
+"""
+
+from kvwatch.checks.check import Check, EngineView
+from kvwatch.finding import Status, Verdict
+from kvwatch.thresholds import Thresholds
+from kvwatch.vllm_metrics import KV_CACHE_USAGE, PREEMPTIONS, REQUESTS_RUNNING, REQUESTS_WAITING
+
+REQUIRED = (KV_CACHE_USAGE, REQUESTS_RUNNING, REQUESTS_WAITING, PREEMPTIONS)
+
+
+def evaluate(view: EngineView, _limits: Thresholds) -> Verdict:
+    latest = view.window.latest
+    missing = [metric.exposed for metric in REQUIRED if latest.get(metric) is None]
+    if missing:
+        return Verdict(
+            status=Status.WARNING,
+            summary=f"not exposed: {', '.join(missing)}; checks that need them cannot judge this engine",
+            evidence={"missing": ", ".join(missing)},
+        )
+    return Verdict(status=Status.OK, summary="all metrics that kvwatch needs are exposed")
+
+
+CHECK = Check(id="metrics_missing", docs=__doc__, evaluate=evaluate)

@@ -1,0 +1,71 @@
+"""What `check` and `recommend` share: read the sources, make the report, print it, choose the exit code."""
+
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from kvwatch.cli.engine_flags import engine_facts, engine_flags
+from kvwatch.cli.options import Progress, headers_from, output_option, source_options, terminal_width, wants_colour
+from kvwatch.finding import Status
+from kvwatch.render import data
+from kvwatch.report import Report, report
+from kvwatch.sources import parse
+from kvwatch.sources.gather import gather
+from kvwatch.window import windows
+
+FAIL_ON = {"warning": Status.WARNING, "critical": Status.CRITICAL}
+
+
+def judging_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Every option of `check` and `recommend`."""
+    fail_on = click.option(
+        "--fail-on",
+        type=click.Choice(tuple(FAIL_ON)),
+        default="warning",
+        show_default=True,
+        help="Exit 1 if a finding is at least this bad.",
+    )
+    return source_options(engine_flags(fail_on(output_option("text", "json", "yaml")(command))))
+
+
+def judge(
+    ctx: click.Context,
+    *,
+    recommendations_first: bool,
+    sources: tuple[str, ...],
+    window_seconds: float,
+    headers: tuple[str, ...],
+    fail_on: str,
+    output: str,
+    **flags: Any,
+) -> None:
+    """Gather, report, render. Leaves with 2 if a source gave nothing, with 1 if a finding is bad enough."""
+    parsed = tuple(parse(source) for source in sources)
+    found = gather(
+        parsed,
+        window_seconds=window_seconds,
+        headers=headers_from(headers),
+        progress=Progress(", ".join(source.given for source in parsed if source.is_live)),
+    )
+    made = windows(found.snapshots)
+    judged = report(made, facts=engine_facts(made, found.facts, flags), notes=(*found.notes, *found.failures))
+    click.echo(render(judged, output, recommendations_first=recommendations_first))
+    for failure in found.failures:
+        click.echo(f"Error: {failure}", err=True)
+    if found.failures:
+        ctx.exit(2)
+    if judged.worst.rank >= FAIL_ON[fail_on].rank:
+        ctx.exit(1)
+
+
+def render(judged: Report, output: str, *, recommendations_first: bool) -> str:
+    if output == "json":
+        return data.to_json(data.report_data(judged))
+    if output == "yaml":
+        return data.to_yaml(data.report_data(judged))
+    from kvwatch.render.text import report_text
+
+    return report_text(
+        judged, width=terminal_width(), colour=wants_colour(), recommendations_first=recommendations_first
+    )

@@ -1,0 +1,48 @@
+"""What a check says: a status, a sentence and the numbers behind it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class Status(Enum):
+    """In the words of monitoring plugins; the codes are those of kvwatch_check_status."""
+
+    OK = "ok"
+    WARNING = "warning"
+    CRITICAL = "critical"
+    UNKNOWN = "unknown"
+
+    @property
+    def code(self) -> int:
+        return {"ok": 0, "warning": 1, "critical": 2, "unknown": 3}[self.value]
+
+    @property
+    def rank(self) -> int:
+        """Order of badness: what is unknown is worse than ok and better than a warning."""
+        return {"ok": 0, "unknown": 1, "warning": 2, "critical": 3}[self.value]
+
+
+def worst(statuses: "list[Status] | tuple[Status, ...]") -> Status:
+    """The worst status; UNKNOWN where there is none."""
+    return max(statuses, key=lambda status: status.rank, default=Status.UNKNOWN)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What `evaluate` of one check returns. `evidence` maps names with units to numbers or words."""
+
+    status: Status
+    summary: str
+    evidence: Mapping[str, float | int | str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """A Verdict with the check that gave it."""
+
+    check: str
+    status: Status
+    summary: str
+    evidence: Mapping[str, float | int | str]
+    runbook: str

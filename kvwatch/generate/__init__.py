@@ -1,0 +1,1 @@
+"""Files made from checks and thresholds, without live data: rules and reference pages."""

@@ -1,0 +1,1 @@
+"""Where reports go besides stdout and the agent's own pages."""

@@ -1,0 +1,335 @@
+"""One engine at one instant: what every source becomes before anything is judged."""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from kvwatch.errors import ExpositionError
+from kvwatch.exposition import Sample, is_vllm_page
+from kvwatch.vllm_metrics import (
+    ALL,
+    CACHE_CONFIG_INFO,
+    CACHE_CONFIG_LABEL_SINCE,
+    PROCESS_START_TIME,
+    SERIES,
+    Metric,
+    Series,
+)
+
+# Labels under which servers and proxies name the model; the first present wins (Triton writes `model`).
+MODEL_LABELS = ("model_name", "model")
+ENGINE_LABEL = "engine"
+DEFAULT_ENGINE = "0"
+# Ray Serve and Prometheus put several servers on one page or in one answer; these labels tell them apart.
+INSTANCE_LABELS = ("instance", "namespace", "pod", "ReplicaId", "WorkerId")
+# The production-stack router repeats engine metrics under the address of each backend.
+ROUTER_LABEL = "server"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class EngineKey:
+    """What identifies an engine: data-parallel engines of one server differ in `engine` only."""
+
+    target: str
+    model_name: str
+    engine: str
+
+    def __str__(self) -> str:
+        model = self.model_name or "unnamed model"
+        return f"{model} engine {self.engine}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Histogram:
+    """Cumulative bucket counts. `bounds` ascend and end with +Inf; `counts[i]` observations are <= `bounds[i]`."""
+
+    bounds: tuple[float, ...]
+    counts: tuple[float, ...]
+    sum: float | None
+    count: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """The labels of vllm:cache_config_info that matter, typed; None where absent, "None" or not a number.
+
+    `num_gpu_blocks` is per engine: vLLM writes the sum over its data-parallel engines on every engine's series
+    (v1/engine/core_client.py: _apply_ready_response), which `snapshots` undoes.
+    """
+
+    num_gpu_blocks: int | None = None
+    block_size: int | None = None
+    cache_dtype: str | None = None
+    gpu_memory_utilization: float | None = None
+    kv_cache_memory_bytes: int | None = None
+    num_gpu_blocks_override: int | None = None
+    enable_prefix_caching: bool | None = None
+    sliding_window: int | None = None
+    kv_cache_size_tokens: int | None = None
+    kv_cache_max_concurrency: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """One engine at one instant.
+
+    `values` holds gauges and counters by metric name; `parts` the same kept apart by the label that `Metric.split`
+    names; `histograms` by metric name. What the page lacks is absent, never zero.
+    """
+
+    at_seconds: float
+    key: EngineKey
+    values: Mapping[str, float] = field(default_factory=dict)
+    parts: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    histograms: Mapping[str, Histogram] = field(default_factory=dict)
+    cache_config: CacheConfig = field(default_factory=CacheConfig)
+    process_start_seconds: float | None = None
+    vllm_version_at_least: str | None = None  # inferred from which metrics and labels exist
+
+    def get(self, metric: Metric) -> float | None:
+        """The value of a gauge or counter, None where missing."""
+        return self.values.get(metric.name)
+
+
+def snapshots(samples: Iterable[Sample], *, at_seconds: float, target: str = "") -> tuple[Snapshot, ...]:
+    """Samples of one page -> one Snapshot per engine, in the order of their keys.
+
+    Raises ExpositionError with what to do if the page is no vLLM engine's: empty, another exporter's, a router's.
+    """
+    samples = list(samples)
+    _refuse_what_is_no_engine(samples)
+    collected: dict[EngineKey, _Collected] = {}
+    configs: list[Mapping[str, str]] = []
+    process_start = None
+    keys: dict[int, EngineKey] = {}
+    for sample in samples:
+        if sample.name == PROCESS_START_TIME:
+            process_start = sample.value
+            continue
+        series = SERIES[sample.name]
+        if series.metric is CACHE_CONFIG_INFO:
+            configs.append(sample.labels)
+            continue
+        # label sets are shared between samples, so their identity is a cheap key
+        key = keys.get(id(sample.labels))
+        if key is None:
+            key = keys[id(sample.labels)] = _key(sample.labels, target)
+        collected.setdefault(key, _Collected()).add(series, sample)
+    proof = max((c.proof for c in collected.values()), key=_version, default=None)
+    _settle_series_without_engine(collected)
+    if not collected:  # nothing but cache_config_info, as some excerpts and very young servers show
+        for labels in configs:
+            key = _key(labels, target)
+            collected.setdefault(replace(key, engine=key.engine or DEFAULT_ENGINE), _Collected())
+    return tuple(
+        collected[key].snapshot(
+            key=key,
+            at_seconds=at_seconds,
+            process_start=process_start,
+            proof=proof,
+            config_labels=_config_of(key, configs, target),
+            engines=sum(other.model_name == key.model_name and other.target == key.target for other in collected),
+        )
+        for key in sorted(collected)
+    )
+
+
+def _key(labels: Mapping[str, str], target: str) -> EngineKey:
+    model = next((labels[name] for name in MODEL_LABELS if name in labels), "")
+    instance = "/".join(labels[name] for name in INSTANCE_LABELS if labels.get(name))
+    return EngineKey(target=instance or target, model_name=model, engine=labels.get(ENGINE_LABEL, ""))
+
+
+def _settle_series_without_engine(collected: "dict[EngineKey, _Collected]") -> None:
+    """Give series without an engine label to the engines of their server, or to engine 0 where there is no other.
+
+    vLLM before 0.8 has no engine label; vLLM 0.32 counts admission rejections per server, beside labelled engines.
+    """
+    for key in [key for key in collected if not key.engine]:
+        shared = collected.pop(key)
+        same_server = [k for k in collected if (k.target, k.model_name) == (key.target, key.model_name)]
+        for engine in same_server:
+            collected[engine].fill_from(shared)
+        if not same_server:
+            collected[replace(key, engine=DEFAULT_ENGINE)] = shared
+
+
+def _refuse_what_is_no_engine(samples: list[Sample]) -> None:
+    if not is_vllm_page(samples):
+        raise ExpositionError(
+            "the page has no vLLM metric; is this the vLLM server's own /metrics? vLLM started with "
+            "--disable-log-stats exports none: compare with `curl http://HOST:8000/metrics | grep vllm`"
+        )
+    routed = sorted({s.labels[ROUTER_LABEL] for s in samples if ROUTER_LABEL in s.labels})
+    if routed and not any(ENGINE_LABEL in s.labels or MODEL_LABELS[0] in s.labels for s in samples):
+        raise ExpositionError(
+            f"this is a router's page (its series carry server={routed[0]!r}), not an engine's: it has no KV-cache "
+            f"metrics. Give the engines themselves: {' '.join(routed[:8])}"
+        )
+
+
+class _Collected:
+    """Series of one engine while a page is read."""
+
+    __slots__ = ("ages", "buckets", "parts", "proof", "scalars", "values")
+
+    def __init__(self) -> None:
+        self.ages: dict[str, int] = {}
+        self.values: dict[str, float] = {}
+        self.parts: dict[str, dict[str, float]] = {}
+        self.buckets: dict[str, dict[float, float]] = {}
+        self.scalars: dict[tuple[str, str], float] = {}
+        self.proof: str | None = None
+
+    def add(self, series: Series, sample: Sample) -> None:
+        metric = series.metric
+        if math.isnan(sample.value) or sample.value < metric.floor:
+            return
+        age = self.ages.setdefault(metric.name, series.age)
+        if series.age > age:
+            return  # the current name is there as well: the same fact, not another
+        if series.age < age:
+            self._forget(metric)
+            self.ages[metric.name] = series.age
+        if series.age == 0 and metric.since and _version(metric.since) > _version(self.proof):
+            self.proof = metric.since
+        if series.part == "value":
+            self._add_value(metric, sample)
+        elif series.part == "bucket":
+            self._add_bucket(metric, sample)
+        else:
+            place = (metric.name, series.part)
+            self.scalars[place] = self.scalars.get(place, 0.0) + sample.value
+
+    def _add_value(self, metric: Metric, sample: Sample) -> None:
+        self.values[metric.name] = _combine(metric, self.values.get(metric.name), sample.value)
+        if metric.split and metric.split in sample.labels:
+            parts = self.parts.setdefault(metric.name, {})
+            part = sample.labels[metric.split]
+            parts[part] = _combine(metric, parts.get(part), sample.value)
+
+    def _add_bucket(self, metric: Metric, sample: Sample) -> None:
+        try:
+            bound = float(sample.labels["le"])
+        except (KeyError, ValueError) as error:
+            raise ExpositionError(
+                f"{sample.name} has a bucket whose le label is {sample.labels.get('le')!r}, not a number; "
+                "a proxy may rewrite labels: scrape the vLLM server itself"
+            ) from error
+        buckets = self.buckets.setdefault(metric.name, {})
+        buckets[bound] = buckets.get(bound, 0.0) + sample.value
+
+    def _forget(self, metric: Metric) -> None:
+        self.values.pop(metric.name, None)
+        self.parts.pop(metric.name, None)
+        self.buckets.pop(metric.name, None)
+        for part in ("sum", "count"):
+            self.scalars.pop((metric.name, part), None)
+
+    def fill_from(self, shared: "_Collected") -> None:
+        """Take what a server counts for all its engines, where this engine has no series of its own."""
+        self.values = {**shared.values, **self.values}
+        self.parts = {**shared.parts, **self.parts}
+        self.buckets = {**shared.buckets, **self.buckets}
+        self.scalars = {**shared.scalars, **self.scalars}
+
+    def snapshot(
+        self,
+        *,
+        key: EngineKey,
+        at_seconds: float,
+        process_start: float | None,
+        proof: str | None,
+        config_labels: Mapping[str, str],
+        engines: int,
+    ) -> Snapshot:
+        proofs = [proof, *(since for label, since in CACHE_CONFIG_LABEL_SINCE if label in config_labels)]
+        return Snapshot(
+            at_seconds=at_seconds,
+            key=key,
+            values=self.values,
+            parts=self.parts,
+            histograms={m.name: h for m in ALL if m.kind == "histogram" and (h := self._histogram(m))},
+            cache_config=_cache_config(config_labels, engines),
+            process_start_seconds=process_start,
+            vllm_version_at_least=max(proofs, key=_version),
+        )
+
+    def _histogram(self, metric: Metric) -> Histogram | None:
+        buckets = sorted(self.buckets.get(metric.name, {}).items())
+        total = self.scalars.get((metric.name, "count"))
+        observed_sum = self.scalars.get((metric.name, "sum"))
+        if total is None and buckets:
+            total = buckets[-1][1]
+        if total is None:
+            return None
+        if not buckets or not math.isinf(buckets[-1][0]):  # excerpts often drop +Inf; it equals the count
+            buckets.append((math.inf, total))
+        bounds, counts = zip(*buckets, strict=True)
+        return Histogram(bounds=bounds, counts=counts, sum=observed_sum, count=total)
+
+
+def _combine(metric: Metric, known: float | None, value: float) -> float:
+    if known is None:
+        return value
+    return max(known, value) if metric.combine == "max" else known + value
+
+
+def _version(text: str | None) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(".")) if text else ()
+
+
+def _config_of(key: EngineKey, configs: list[Mapping[str, str]], target: str) -> Mapping[str, str]:
+    """The info series of this engine. It has no model label, and no engine label before vLLM 0.9."""
+    same_place = [c for c in configs if _key(c, target).target == key.target] or configs
+    for labels in same_place:
+        if labels.get(ENGINE_LABEL) == key.engine:
+            return labels
+    return next((labels for labels in same_place if ENGINE_LABEL not in labels), {})
+
+
+def _cache_config(labels: Mapping[str, str], engines: int) -> CacheConfig:
+    def number(name: str) -> float | None:
+        try:
+            value = float(labels[name])
+        except (KeyError, ValueError):
+            return None
+        return value if math.isfinite(value) and value >= 0 else None
+
+    def whole(name: str) -> int | None:
+        value = number(name)
+        return None if value is None else int(value)
+
+    def boolean(name: str) -> bool | None:
+        return {"True": True, "False": False, "true": True, "false": False}.get(labels.get(name, ""))
+
+    config = CacheConfig(
+        num_gpu_blocks=whole("num_gpu_blocks"),
+        block_size=whole("block_size"),
+        cache_dtype=labels.get("cache_dtype"),
+        gpu_memory_utilization=number("gpu_memory_utilization"),
+        kv_cache_memory_bytes=whole("kv_cache_memory_bytes"),
+        num_gpu_blocks_override=whole("num_gpu_blocks_override"),
+        enable_prefix_caching=boolean("enable_prefix_caching"),
+        sliding_window=whole("sliding_window"),
+        kv_cache_size_tokens=whole("kv_cache_size_tokens"),
+        kv_cache_max_concurrency=number("kv_cache_max_concurrency"),
+    )
+    return _per_engine(config, engines)
+
+
+def _per_engine(config: CacheConfig, engines: int) -> CacheConfig:
+    """Undo vLLM's sum over engines, unless the per-engine labels show that this exporter did not sum.
+
+    kv_cache_size_tokens and kv_cache_max_concurrency are per engine. For a model with one kind of layer,
+    blocks = concurrency x ceil(max_model_len / block_size), so the undivided figure can be recognised.
+    """
+    blocks = config.num_gpu_blocks
+    if not blocks or engines < 2:
+        return config
+    tokens, concurrency, block_size = config.kv_cache_size_tokens, config.kv_cache_max_concurrency, config.block_size
+    if tokens and concurrency and block_size:
+        blocks_per_request = math.ceil(round(tokens / concurrency) / block_size)
+        if abs(concurrency * blocks_per_request - blocks) < 0.5:
+            return config
+    return replace(config, num_gpu_blocks=blocks // engines)

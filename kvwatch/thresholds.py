@@ -1,0 +1,31 @@
+"""Every tunable number of the checks, with its unit in its name and its source beside it."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Thresholds:
+    # A state that lasts: gauges must show it over this span. Two scrapes at the usual 15 s.
+    hold_seconds: float = 30.0
+    # Throughput collapses were reported between 92 % and 99 % of the blocks held (vLLM issues 23444, 18115);
+    # vLLM's own dashboards colour usage from 0.98 and say that running close to 100 % is expected under load.
+    kv_cache_saturated_ratio: float = 0.95
+    # One preempted request is an accident; three inside a window are a pattern.
+    preemptions_minimum: int = 3
+    # A busy healthy server showed 5.8 preemptions per 1,000 requests over 15 hours (Qwen3-Coder-30B, usage 6 %).
+    preemptions_per_request_warning: float = 0.02
+    # vLLM pull request 44594 measured 1065 preemptions for 450 requests while thrashing and 168 when tuned.
+    preemptions_per_request_critical: float = 0.10
+    # A prefill of 100,000 tokens takes tens of seconds without a token coming out; a deadlock never ends.
+    stall_seconds: float = 60.0
+    # vllm-doctor and llm-d call a queue time of a second at the 95th percentile the limit of interactive use.
+    queue_time_warning_seconds: float = 1.0
+    # Below this usage the pool has room, so whatever holds requests back is not the KV cache.
+    kv_cache_has_room_ratio: float = 0.90
+    # A pool smaller than predicted by more than this is not explained by rounding or by the estimate of activations.
+    capacity_deviation_ratio: float = 0.05
+    # The probability with which the pool must hold what a recommended number of requests in flight needs.
+    pool_fits_probability: float = 0.95
+
+
+DEFAULTS = Thresholds()
