@@ -85,7 +85,8 @@ def recommend(
     """The settings to change, those for now first, and those that could not be decided with the reason."""
     because = tuple(f.check for f in findings if f.check in _HARM and f.status in {Status.WARNING, Status.CRITICAL})
     if _HARM[0] not in because:
-        return (), ()
+        unjudged = [f for f in findings if f.check == _HARM[0] and f.status is Status.UNKNOWN]
+        return (), tuple(Withheld(setting="gateway_max_in_flight", reason=finding.summary) for finding in unjudged)
     try:
         basis = _Basis(
             size=request_footprint(view),

@@ -55,14 +55,16 @@ def _engine(engine: EngineReport, *, width: int, colour: bool, recommendations_f
     if engine.key.target:
         title.append(engine.key.target)
     parts = [_wrap("  ".join(title), width=width, indent="    ", first=""), _vitals(engine, width=width)]
+    found = [f for f in engine.findings if f.status in {Status.CRITICAL, Status.WARNING}]
+    fine = [f for f in engine.findings if f.status is Status.OK]
+    unknown = _unknown(engine.findings, width=width, colour=colour)
     todo = _todo(engine, width=width)
     if recommendations_first:
-        found = [f for f in engine.findings if f.status in {Status.CRITICAL, Status.WARNING}]
-        rest = [f for f in engine.findings if f not in found]
         parts += [_findings(found, width=width, colour=colour), todo or _nothing_to_do(engine, width=width)]
-        parts.append(_findings(rest, width=width, colour=colour))
+        parts += [unknown, _names(fine, width=width, colour=colour)]
     else:
-        parts += [_findings(engine.findings, width=width, colour=colour), todo]
+        parts += [_findings(found, width=width, colour=colour), unknown, _findings(fine, width=width, colour=colour)]
+        parts.append(todo if found else "")
     return "\n".join(part for part in parts if part)
 
 
@@ -72,6 +74,30 @@ def _nothing_to_do(engine: EngineReport, *, width: int) -> str:
     else:
         text = "No change is proposed."
     return _wrap(text, width=width, indent="  ")
+
+
+def _unknown(findings: Iterable[Finding], *, width: int, colour: bool) -> str:
+    """What cannot be judged, one entry per reason: the same missing input often stops several checks."""
+    by_reason: dict[str, list[str]] = {}
+    for finding in findings:
+        if finding.status is Status.UNKNOWN:
+            by_reason.setdefault(finding.summary, []).append(finding.check)
+    word = f"  {_MARK[Status.UNKNOWN]:<9}"
+    lines = []
+    for reason, names in by_reason.items():
+        text = _wrap(f"{', '.join(names)}: {reason}", width=width, indent=" " * len(word), first=word)
+        lines.append(_paint(word, Status.UNKNOWN, colour=colour) + text[len(word) :])
+    return "\n".join(lines)
+
+
+def _names(findings: Iterable[Finding], *, width: int, colour: bool) -> str:
+    """The checks that are fine, by name only."""
+    word = f"  {_MARK[Status.OK]:<9}"
+    names = ", ".join(finding.check for finding in findings)
+    if not names:
+        return ""
+    text = _wrap(names, width=width, indent=" " * len(word), first=word)
+    return _paint(word, Status.OK, colour=colour) + text[len(word) :]
 
 
 def _vitals(engine: EngineReport, *, width: int) -> str:
