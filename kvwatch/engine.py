@@ -1,0 +1,360 @@
+"""EngineConfig: the vLLM flags and the device that fix capacity, as given; `resolve` adds vLLM's own defaults.
+
+A flag keeps vLLM's spelling. None means that the flag was not given and vLLM's default for version and GPU holds.
+Source of the defaults: vLLM 0.32.0, vllm/engine/arg_utils.py (get_batch_defaults,
+_set_default_max_num_seqs_and_batched_tokens_args), vllm/config/vllm.py (max_concurrent_batches).
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from kvwatch.errors import SettingError
+from kvwatch.kv_dtypes import ELEMENT_BYTES, check_kv_cache_dtype
+from kvwatch.model.spec import ModelSpec
+from kvwatch.versions import EARLIEST_KNOWN, LATEST_KNOWN, Rules, Version, rules_of, version_text
+
+_GIB = 1 << 30
+_SPARSE_DTYPES = {"fp8": "fp8_ds_mla", "fp8_e4m3": "fp8_ds_mla"}
+_LOCAL = frozenset({"sliding_window", "chunked_local"})
+_MTP = frozenset({None, "mtp", "deepseek_mtp"})
+Source = Literal["given", "observed", "derived", "assumed"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """The GPU as vLLM sees it: name and total memory as the driver reports them, compute capability (major, minor)."""
+
+    name: str
+    memory_bytes: int
+    capability: tuple[int, int] | None = None
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.name.lower() == "cpu"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """vLLM flags. Sizes in bytes and tokens; `max_model_len` -1 means auto-fit, as `--max-model-len auto`."""
+
+    vllm_version: Version = LATEST_KNOWN
+    device: Device | None = None
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    data_parallel_size: int = 1
+    decode_context_parallel_size: int = 1
+    dtype: str = "auto"
+    kv_cache_dtype: str = "auto"
+    kv_cache_dtype_skip_layers: tuple[str, ...] = ()
+    block_size: int | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    gpu_memory_utilization: float | None = None
+    kv_cache_memory_bytes: int | None = None
+    num_gpu_blocks_override: int | None = None
+    watermark: float | None = None
+    enable_prefix_caching: bool | None = None
+    enable_chunked_prefill: bool | None = None
+    disable_hybrid_kv_cache_manager: bool | None = None
+    disable_sliding_window: bool = False
+    async_scheduling: bool | None = None
+    performance_mode: str | None = None
+    mamba_cache_mode: str | None = None
+    mamba_cache_dtype: str = "auto"
+    mamba_ssm_cache_dtype: str = "auto"
+    num_speculative_tokens: int = 0
+    speculative_method: str | None = None
+    max_concurrent_batches: int | None = None
+    kv_connector: str | None = None
+    cpu_offload_gb: float = 0.0
+    enforce_eager: bool = False
+    enable_expert_parallel: bool = False
+    quantization: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedEngine:
+    """Every setting the plan needs, none missing. `sources` says of each where it came from."""
+
+    vllm_version: str
+    rules: Rules
+    device: Device | None
+    tensor_parallel_size: int
+    pipeline_parallel_size: int
+    data_parallel_size: int
+    decode_context_parallel_size: int
+    dtype: str
+    kv_cache_dtype: str
+    kv_cache_dtype_skip_layers: tuple[str, ...]
+    block_size: int | None
+    max_model_len: int
+    auto_fit: bool
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    gpu_memory_utilization: float
+    kv_cache_memory_bytes: int | None
+    num_gpu_blocks_override: int | None
+    watermark: float
+    enable_prefix_caching: bool
+    disable_hybrid_kv_cache_manager: bool
+    mamba_cache_mode: str
+    mamba_cache_dtype: str
+    mamba_ssm_cache_dtype: str
+    num_speculative_tokens: int
+    has_draft_layers: bool
+    max_concurrent_batches: int
+    in_flight_tokens: int
+    sources: tuple[tuple[str, Source], ...]
+    assumptions: tuple[str, ...]
+
+
+def resolve(engine: EngineConfig, model: ModelSpec) -> ResolvedEngine:
+    """The engine with vLLM's defaults filled in for this model, version and device. Raises SettingError."""
+    _check(engine, model)
+    version, rules = engine.vllm_version, rules_of(engine.vllm_version)
+    assumptions: list[str] = []
+    if not EARLIEST_KNOWN <= version < (LATEST_KNOWN[0], LATEST_KNOWN[1] + 1, 0):
+        assumptions.append(
+            f"vLLM {version_text(version)} is outside the versions read ({version_text(EARLIEST_KNOWN)} to "
+            f"{version_text(LATEST_KNOWN)}); the nearest rules are used"
+        )
+    max_model_len, length_source = _max_model_len(engine, model)
+    max_num_seqs, max_num_batched_tokens = _batch_limits(engine, max_model_len)
+    batch_source: Source = "derived" if engine.device else "assumed"
+    if engine.device is None and engine.max_num_batched_tokens is None and model.kinds & _LOCAL:
+        assumptions.append(
+            f"no GPU named: max_num_batched_tokens {max_num_batched_tokens} is vLLM's default for a small one, and "
+            "window layers keep that many tokens more. Give --gpu or --max-num-batched-tokens"
+        )
+    batches = _concurrent_batches(engine, rules, assumptions, model)
+    kv_cache_dtype, dtype_source = _kv_cache_dtype(engine, model)
+    prefix_caching = _prefix_caching(engine, model, rules)
+    given: dict[str, Source] = dict.fromkeys(_given(engine), "given")
+    sources: dict[str, Source] = {
+        "max_model_len": length_source,
+        "max_num_seqs": batch_source,
+        "max_num_batched_tokens": batch_source,
+        "max_concurrent_batches": "derived",
+        "kv_cache_dtype": dtype_source,
+        "gpu_memory_utilization": "derived",
+        "enable_prefix_caching": "derived",
+        "vllm_version": "assumed",
+        **given,
+    }
+    return ResolvedEngine(
+        vllm_version=version_text(version),
+        rules=rules,
+        device=engine.device,
+        tensor_parallel_size=engine.tensor_parallel_size,
+        pipeline_parallel_size=engine.pipeline_parallel_size,
+        data_parallel_size=engine.data_parallel_size,
+        decode_context_parallel_size=engine.decode_context_parallel_size,
+        dtype=_dtype(engine, model),
+        kv_cache_dtype=kv_cache_dtype,
+        kv_cache_dtype_skip_layers=engine.kv_cache_dtype_skip_layers,
+        block_size=engine.block_size,
+        max_model_len=max_model_len,
+        auto_fit=engine.max_model_len == -1,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        gpu_memory_utilization=_or(engine.gpu_memory_utilization, rules.gpu_memory_utilization),
+        kv_cache_memory_bytes=engine.kv_cache_memory_bytes,
+        num_gpu_blocks_override=engine.num_gpu_blocks_override,
+        watermark=_or(engine.watermark, 0.0),
+        enable_prefix_caching=prefix_caching,
+        disable_hybrid_kv_cache_manager=_hybrid_manager_off(engine, model, rules, assumptions),
+        mamba_cache_mode=_mamba_cache_mode(engine, prefix_caching=prefix_caching),
+        mamba_cache_dtype=engine.mamba_cache_dtype,
+        mamba_ssm_cache_dtype=engine.mamba_ssm_cache_dtype,
+        num_speculative_tokens=engine.num_speculative_tokens,
+        has_draft_layers=engine.num_speculative_tokens > 0 and engine.speculative_method in _MTP,
+        max_concurrent_batches=batches,
+        in_flight_tokens=max_num_batched_tokens * (batches if rules.in_flight_counts_batches else 1),
+        sources=tuple(sources.items()),
+        assumptions=tuple(assumptions),
+    )
+
+
+def _or(given: float | None, default: float) -> float:
+    return default if given is None else given
+
+
+_DEFAULTS = EngineConfig()
+
+
+def _given(engine: EngineConfig) -> list[str]:
+    names = EngineConfig.__dataclass_fields__
+    return [name for name in names if getattr(engine, name) != getattr(_DEFAULTS, name)]
+
+
+_AT_LEAST_ONE = (
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "data_parallel_size",
+    "decode_context_parallel_size",
+    "block_size",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "kv_cache_memory_bytes",
+    "num_gpu_blocks_override",
+    "max_concurrent_batches",
+)
+
+
+def _check(engine: EngineConfig, model: ModelSpec) -> None:
+    """Refuse what vLLM would refuse, naming the flag and the value."""
+    for name in _AT_LEAST_ONE:
+        value = getattr(engine, name)
+        if value is not None and value < 1:
+            raise SettingError(f"{_flag(name)} is {value}; vLLM needs at least 1")
+    if engine.num_speculative_tokens < 0:
+        raise SettingError(f"num_speculative_tokens is {engine.num_speculative_tokens}; it cannot be negative")
+    if engine.max_model_len is not None and engine.max_model_len < 1 and engine.max_model_len != -1:
+        raise SettingError(f"--max-model-len is {engine.max_model_len}; give tokens, or -1 to fit the memory")
+    if engine.dtype not in {"auto", *ELEMENT_BYTES}:
+        raise SettingError(f"--dtype {engine.dtype!r} is unknown; vLLM knows auto, {', '.join(ELEMENT_BYTES)}")
+    check_kv_cache_dtype(engine.kv_cache_dtype, version=engine.vllm_version)
+    _check_shares(engine)
+    _check_parallelism(engine, model)
+
+
+def _check_shares(engine: EngineConfig) -> None:
+    utilization = engine.gpu_memory_utilization
+    if utilization is not None and not 0 < utilization <= 1:
+        raise SettingError(f"--gpu-memory-utilization is {utilization}; vLLM takes a share above 0 and up to 1")
+    if engine.watermark is not None and not 0 <= engine.watermark < 1:
+        raise SettingError(f"--watermark is {engine.watermark}; vLLM takes a share from 0 up to, not including, 1")
+
+
+def _check_parallelism(engine: EngineConfig, model: ModelSpec) -> None:
+    heads, ranks = model.attention_heads, engine.tensor_parallel_size
+    if heads and heads % ranks:
+        raise SettingError(
+            f"--tensor-parallel-size {ranks} does not divide the model's {heads} attention heads; vLLM would refuse "
+            "to start"
+        )
+    stages, layers = engine.pipeline_parallel_size, len(model.layers)
+    if stages > max(1, layers):
+        raise SettingError(f"--pipeline-parallel-size {stages} is more than the model's {layers} layers")
+    shards = engine.decode_context_parallel_size
+    if ranks % shards:
+        raise SettingError(
+            f"--decode-context-parallel-size {shards} does not divide --tensor-parallel-size {ranks}; vLLM would "
+            "refuse to start"
+        )
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _max_model_len(engine: EngineConfig, model: ModelSpec) -> tuple[int, Source]:
+    if engine.max_model_len is None or engine.max_model_len == -1:
+        return model.max_model_len, "derived"
+    return engine.max_model_len, "given"
+
+
+def _dtype(engine: EngineConfig, model: ModelSpec) -> str:
+    return model.dtype if engine.dtype == "auto" else engine.dtype
+
+
+def _kv_cache_dtype(engine: EngineConfig, model: ModelSpec) -> tuple[str, Source]:
+    """`auto` becomes what the checkpoint asks for; sparse MLA stores fp8 in its own layout (656 bytes a token)."""
+    dtype, source = engine.kv_cache_dtype, "given"
+    if dtype == "auto":
+        dtype, source = model.kv_cache_dtype or "auto", "derived"
+    if "mla_indexer" in model.kinds:
+        if dtype == "bfloat16":
+            dtype = "auto"
+        device = engine.device
+        # On Blackwell the sparse kernel reads plain fp8; elsewhere vLLM repacks (vllm/models/deepseek_v32).
+        if device is None or device.capability is None or device.capability[0] != 10:
+            dtype = _SPARSE_DTYPES.get(dtype, dtype)
+    return dtype, "derived" if source == "derived" else "given"
+
+
+def _batch_limits(engine: EngineConfig, max_model_len: int) -> tuple[int, int]:
+    """max_num_seqs and max_num_batched_tokens of an API server."""
+    tokens, seqs = _batch_defaults(engine, max_model_len)
+    if engine.performance_mode == "throughput" and engine.vllm_version >= (0, 17):
+        tokens, seqs = tokens * 2, seqs * 2
+    seqs = engine.max_num_seqs if engine.max_num_seqs is not None else seqs
+    if engine.max_num_batched_tokens is not None:
+        tokens = engine.max_num_batched_tokens
+    else:
+        if engine.enable_chunked_prefill is False:
+            tokens = max(tokens, max_model_len)
+        tokens = min(tokens, seqs * max_model_len)
+    if engine.max_num_seqs is None:
+        seqs = min(seqs, tokens)
+    return seqs, tokens
+
+
+def _batch_defaults(engine: EngineConfig, max_model_len: int) -> tuple[int, int]:
+    """(max_num_batched_tokens, max_num_seqs) by version, memory and name of the device."""
+    version, device = engine.vllm_version, engine.device
+    if device is not None and device.is_cpu:
+        world = engine.pipeline_parallel_size * engine.tensor_parallel_size
+        return 2048 * world, 128 * world
+    name = device.name.lower() if device else ""
+    memory = device.memory_bytes if device else 0
+    small, large = (2048, 256), (8192, 1024)
+    if version < (0, 7):
+        return max(max_model_len, 2048), 256
+    if version < (0, 8):
+        return (8192, 256) if "h100" in name or "h200" in name else small
+    if version >= (0, 29) and memory >= 160 * _GIB:
+        return 16384, 1024
+    # A100s got slower with the large values (0.9); a GB10's memory is the CPU's too (0.33).
+    is_small = (version >= (0, 9) and "a100" in name) or (version >= (0, 33) and "gb10" in name)
+    return large if memory >= 70 * _GIB and not is_small else small
+
+
+def _concurrent_batches(engine: EngineConfig, rules: Rules, assumptions: list[str], model: ModelSpec) -> int:
+    """Batches in flight: one per pipeline stage; two with asynchronous scheduling on one stage."""
+    if engine.max_concurrent_batches is not None:
+        return engine.max_concurrent_batches
+    stages = engine.pipeline_parallel_size
+    asynchronous = rules.async_scheduling if engine.async_scheduling is None else engine.async_scheduling
+    if engine.async_scheduling is None and engine.speculative_method in {"ngram", "suffix", "medusa", "mlp_speculator"}:
+        asynchronous = False
+    if stages > 1 and asynchronous and rules.in_flight_counts_batches and model.kinds & _LOCAL:
+        assumptions.append(
+            f"{stages} batches in flight, one per stage (model runner V1). Model runner V2 keeps {stages + 1}: "
+            "if the engine runs it, give --max-concurrent-batches"
+        )
+    return 2 if stages == 1 and asynchronous else stages
+
+
+def _prefix_caching(engine: EngineConfig, model: ModelSpec, rules: Rules) -> bool:
+    if engine.enable_prefix_caching is not None:
+        return engine.enable_prefix_caching
+    if model.is_attention_free or model.is_encoder_decoder or not rules.prefix_caching:
+        return False
+    return rules.hybrid_prefix_caching if model.is_hybrid else True
+
+
+def _mamba_cache_mode(engine: EngineConfig, *, prefix_caching: bool) -> str:
+    """`align` keeps the running state and that at the last block boundary; without prefix caching only the first."""
+    if not prefix_caching:
+        return "none"
+    given = engine.mamba_cache_mode
+    return "align" if given in {None, "none"} else str(given)
+
+
+def _hybrid_manager_off(engine: EngineConfig, model: ModelSpec, rules: Rules, assumptions: list[str]) -> bool:
+    if not rules.hybrid_manager:
+        return True
+    if engine.disable_hybrid_kv_cache_manager is not None:
+        return engine.disable_hybrid_kv_cache_manager
+    if len(model.kinds) < 2:
+        return False
+    if "chunked_local" in model.kinds and (engine.speculative_method or "").startswith("eagle"):
+        return True
+    if engine.kv_connector is not None:
+        assumptions.append(
+            f"the connector {engine.kv_connector} supports the hybrid KV cache manager; if vLLM logs that it turned it "
+            "off, give --disable-hybrid-kv-cache-manager"
+        )
+    return False

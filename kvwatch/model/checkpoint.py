@@ -1,0 +1,34 @@
+"""What a checkpoint's quantization_config asks of the KV cache when --kv-cache-dtype is `auto`.
+
+Source: vLLM 0.32.0, vllm/utils/torch_utils.py (get_kv_cache_quant_algo_string, for ModelOpt checkpoints) and
+vllm/model_executor/layers/attention/attention.py (a compressed-tensors `kv_cache_scheme` means fp8).
+"""
+
+from kvwatch.model.fields import Fields
+
+_MODELOPT = {"fp8": "fp8_e4m3", "nvfp4": "nvfp4"}
+
+
+def kv_cache_dtype(fields: Fields) -> str | None:
+    """A --kv-cache-dtype value, or None when the checkpoint asks for nothing (or for a format vLLM ignores)."""
+    quantization = fields.section("quantization_config", "compression_config")
+    if quantization is None:
+        return None
+    method = str(quantization.raw("quant_method") or "").lower()
+    producer = quantization.section("producer")
+    if method.startswith("modelopt") or (producer is not None and producer.raw("name") == "modelopt"):
+        inner = quantization.section("quantization") or quantization
+        asked = inner.raw("kv_cache_scheme") or quantization.raw("kv_cache_scheme")
+        asked = asked or inner.raw("kv_cache_quant_algo") or quantization.raw("kv_cache_quant_algo")
+        if isinstance(asked, dict):
+            return _scheme(asked)
+        return _MODELOPT.get(asked.lower()) if isinstance(asked, str) else None
+    return "fp8" if quantization.raw("kv_cache_scheme") is not None else None
+
+
+def _scheme(asked: dict[str, object]) -> str | None:
+    if asked.get("type") != "float":
+        return None
+    if asked.get("num_bits") == 8 and asked.get("dynamic") is False:
+        return _MODELOPT["fp8"]
+    return _MODELOPT["nvfp4"] if asked.get("num_bits") == 4 else None
