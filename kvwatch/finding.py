@@ -46,3 +46,8 @@ class Finding:
     summary: str
     evidence: Mapping[str, float | int | str]
     runbook: str
+
+
+def alert_name(check: str) -> str:
+    """The alert of a check: VLLM and the id in camel case, KV kept upper. kv_cache_filling -> VLLMKVCacheFilling."""
+    return "VLLM" + "".join("KV" if word == "kv" else word.capitalize() for word in check.split("_"))
