@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 
 from kvwatch import checks
 from kvwatch.capacity import Capacity, EngineFacts, live_capacity
+from kvwatch.checks import metrics_missing
 from kvwatch.checks.check import EngineView
 from kvwatch.errors import NoData
-from kvwatch.finding import Finding, Status, worst
+from kvwatch.finding import Finding, Status, Verdict, worst
 from kvwatch.recommend import Recommendation, Withheld, recommend
-from kvwatch.snapshot import EngineKey
+from kvwatch.snapshot import CacheConfig, EngineKey
 from kvwatch.thresholds import DEFAULTS, Thresholds
 from kvwatch.vllm_metrics import (
     GENERATION_TOKENS,
@@ -36,12 +37,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineReport:
-    """One engine. `observed` holds what the window shows, without the entries the page cannot give."""
+    """One engine. `observed` holds what the window shows, without the entries the page cannot give.
+
+    `at_seconds` is when its latest page was asked for, None where there never was one.
+    """
 
     key: EngineKey
     vllm_version: str | None
     vllm_version_source: str
-    at_seconds: float
+    at_seconds: float | None
     window_seconds: float
     restarts: int
     observed: Mapping[str, float]
@@ -57,12 +61,26 @@ class EngineReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Scrape:
+    """How the latest reading of one target went. `failure` is None where it gave a page."""
+
+    target: str
+    at_seconds: float
+    duration_seconds: float
+    failure: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """All engines, the worst first. `notes` says what was left out of the sources and why."""
+    """All engines, the worst first. `notes` says what was left out of the sources and why.
+
+    `scrapes` has one entry per target that is read again and again; it is empty for a single look.
+    """
 
     window_seconds: float
     engines: tuple[EngineReport, ...]
     notes: tuple[str, ...] = ()
+    scrapes: tuple[Scrape, ...] = ()
 
     @property
     def worst(self) -> Status:
@@ -75,15 +93,28 @@ def report(
     facts: Mapping[str, EngineFacts] | None = None,
     limits: Thresholds = DEFAULTS,
     notes: Iterable[str] = (),
+    scrapes: Iterable[Scrape] = (),
+    failures: Mapping[EngineKey, str] | None = None,
 ) -> Report:
-    """One Window per engine, and the facts per target, -> Report."""
-    known = facts or {}
-    engines = [engine_report(window, known.get(window.key.target, EngineFacts()), limits) for window in windows]
+    """One Window per engine, and the facts per target, -> Report.
+
+    `failures` says of engines why no page shows them now. Whatever their windows hold is old, so nothing of it is
+    reported but its time. An engine of which only the failure is known needs no window.
+    """
+    known, gone = facts or {}, dict(failures or {})
+    engines = []
+    for window in windows:
+        if window.key in gone:
+            engines.append(unseen_engine(window.key, gone.pop(window.key), window.latest.at_seconds))
+        else:
+            engines.append(engine_report(window, known.get(window.key.target, EngineFacts()), limits))
+    engines += [unseen_engine(key, reason, None) for key, reason in gone.items()]
     engines.sort(key=lambda engine: (-engine.worst.rank, engine.key))
     return Report(
         window_seconds=max((engine.window_seconds for engine in engines), default=0.0),
         engines=tuple(engines),
         notes=tuple(notes),
+        scrapes=tuple(scrapes),
     )
 
 
@@ -105,6 +136,26 @@ def engine_report(window: Window, facts: EngineFacts, limits: Thresholds) -> Eng
         findings=findings,
         recommendations=proposals,
         withheld=withheld,
+    )
+
+
+def unseen_engine(key: EngineKey, reason: str, last_seen_seconds: float | None) -> EngineReport:
+    """An engine of which no current page exists: metrics_missing is critical, everything else unknown."""
+    missing = Verdict(status=Status.CRITICAL, summary=reason)
+    unjudged = Verdict(status=Status.UNKNOWN, summary="no current page of this engine")
+    return EngineReport(
+        key=key,
+        vllm_version=None,
+        vllm_version_source="",
+        at_seconds=last_seen_seconds,
+        window_seconds=0.0,
+        restarts=0,
+        observed={},
+        capacity=live_capacity(CacheConfig(), EngineFacts()),
+        budget=None,
+        findings=tuple(check.finding(missing if check is metrics_missing.CHECK else unjudged) for check in checks.ALL),
+        recommendations=(),
+        withheld=(),
     )
 
 

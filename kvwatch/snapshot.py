@@ -28,13 +28,18 @@ ROUTER_LABEL = "server"
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class EngineKey:
-    """What identifies an engine: data-parallel engines of one server differ in `engine` only."""
+    """What identifies an engine: data-parallel engines of one server differ in `engine` only.
+
+    Both names are empty for a target that never showed an engine.
+    """
 
     target: str
     model_name: str
     engine: str
 
     def __str__(self) -> str:
+        if not self.engine:
+            return "no engine seen yet"
         model = self.model_name or "unnamed model"
         return f"{model} engine {self.engine}"
 

@@ -46,6 +46,9 @@ class Check:
             verdict = self.evaluate(view, limits)
         except NoData as missing:
             verdict = Verdict(status=Status.UNKNOWN, summary=str(missing))
+        return self.finding(verdict)
+
+    def finding(self, verdict: Verdict) -> Finding:
         return Finding(
             check=self.id,
             status=verdict.status,
