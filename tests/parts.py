@@ -1,7 +1,7 @@
 """Real components for tests: found on PATH, started on free ports of 127.0.0.1, stopped at the end.
 
 A component that is not installed skips the test with the reason, or fails it under KVWATCH_REQUIRE_PARTS=1, as in CI.
-On Debian: apt-get install -y --no-install-recommends prometheus prometheus-alertmanager victoria-metrics chromium
+`make parts` installs them on Debian. The real vLLM has a file of its own, vllm_server.py.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import pytest
 
@@ -33,11 +33,13 @@ _NAMES = {
 
 def binary(name: str) -> str:
     """The program's path. Skips the test if there is none, or fails it under KVWATCH_REQUIRE_PARTS=1."""
-    for candidate in _NAMES.get(name, (name,)):
-        found = shutil.which(candidate)
-        if found:
-            return found
-    reason = f"{name} is not installed; see tests/parts.py"
+    found = (shutil.which(candidate) for candidate in _NAMES.get(name, (name,)))
+    return next(filter(None, found), None) or missing(name)
+
+
+def missing(name: str) -> NoReturn:
+    """Skip the test for want of a component, or fail it under KVWATCH_REQUIRE_PARTS=1."""
+    reason = f"{name} is not installed; `make parts` installs it on Debian"
     if os.environ.get("KVWATCH_REQUIRE_PARTS") == "1":
         pytest.fail(reason)
     pytest.skip(reason)
