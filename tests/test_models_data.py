@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 import kvwatch
+from kvwatch.model import read_model
 from kvwatch.model_names import match
 
 PATH = Path(kvwatch.__file__).parent / "data" / "models.json"
@@ -46,3 +47,12 @@ def test_a_list_with_one_entry_per_layer_has_as_many_as_there_are_layers(name: s
     for field in ("layer_types", "hybrid_override_pattern", "indexer_types", "mlp_layer_types", "attn_type_list"):
         if field in text:
             assert len(text[field]) == layers, field
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_config_is_read_as_a_model(name: str) -> None:
+    config = MODELS[name]["config"]
+    model = read_model(config, name=name)
+    assert model.name == name
+    assert len(model.layers) == config.get("text_config", config)["num_hidden_layers"]
+    assert model.max_model_len >= 2048
