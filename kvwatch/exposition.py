@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from kvwatch.errors import ExpositionError
-from kvwatch.vllm_metrics import PROCESS_START_TIME, SERIES
+from kvwatch.vllm_metrics import ENGINE_ONLY, PROCESS_START_TIME, SERIES
 
 MAX_PAGE_BYTES = 16 * 1024 * 1024
 """Largest page accepted, after decompression. A busy vLLM with many engines writes well under 1 MiB."""
@@ -69,8 +69,9 @@ def read_samples(text: str, *, is_wanted: Callable[[str], bool] | None = None) -
 
 
 def is_vllm_page(samples: Iterable[Sample]) -> bool:
-    """Whether any sample belongs to vLLM rather than to the process around it."""
-    return any(sample.name != PROCESS_START_TIME for sample in samples)
+    """Whether any sample belongs to vLLM rather than to the process around it or to another kind of server."""
+    found = {SERIES[name] for name in {sample.name for sample in samples} - {PROCESS_START_TIME}}
+    return any(series.prefix or series.metric in ENGINE_ONLY for series in found)
 
 
 def _is_read_by_kvwatch(name: str) -> bool:

@@ -99,44 +99,61 @@ class Snapshot:
 def snapshots(samples: Iterable[Sample], *, at_seconds: float, target: str = "") -> tuple[Snapshot, ...]:
     """Samples of one page -> one Snapshot per engine, in the order of their keys.
 
+    A series that stands twice, as in a file that pages were appended to, counts once, with its last value.
     Raises ExpositionError with what to do if the page is no vLLM engine's: empty, another exporter's, a router's.
     """
-    samples = list(samples)
+    # label sets are shared between samples, so their identity is a cheap key
+    samples = list({(sample.name, id(sample.labels)): sample for sample in samples}.values())
     _refuse_what_is_no_engine(samples)
+    samples = _of_vllm(samples)
     collected: dict[EngineKey, _Collected] = {}
     configs: list[Mapping[str, str]] = []
-    process_start = None
+    starts: dict[str, float | None] = {}
     keys: dict[int, EngineKey] = {}
     for sample in samples:
-        if sample.name == PROCESS_START_TIME:
-            process_start = sample.value
-            continue
-        series = SERIES[sample.name]
-        if series.metric is CACHE_CONFIG_INFO:
-            configs.append(sample.labels)
-            continue
-        # label sets are shared between samples, so their identity is a cheap key
         key = keys.get(id(sample.labels))
         if key is None:
             key = keys[id(sample.labels)] = _key(sample.labels, target)
-        collected.setdefault(key, _Collected()).add(series, sample)
-    proof = max((c.proof for c in collected.values()), key=_version, default=None)
+        if sample.name == PROCESS_START_TIME:
+            starts[key.target] = sample.value if math.isfinite(sample.value) else None
+        elif (series := SERIES[sample.name]).metric is CACHE_CONFIG_INFO:
+            configs.append(sample.labels)
+        else:
+            collected.setdefault(key, _Collected()).add(series, sample)
+    proofs = _proofs(collected)
     _settle_series_without_engine(collected)
     if not collected:  # nothing but cache_config_info, as some excerpts and very young servers show
         for labels in configs:
             key = _key(labels, target)
             collected.setdefault(replace(key, engine=key.engine or DEFAULT_ENGINE), _Collected())
+    servers = [(key.target, key.model_name) for key in collected]
     return tuple(
         collected[key].snapshot(
             key=key,
             at_seconds=at_seconds,
-            process_start=process_start,
-            proof=proof,
-            config_labels=_config_of(key, configs, target),
-            engines=sum(other.model_name == key.model_name and other.target == key.target for other in collected),
+            process_start=starts.get(key.target, starts.get(target)),
+            proof=proofs.get((key.target, key.model_name)),
+            config_labels=_config_of(key, configs, target, len({m for t, m in servers if t == key.target})),
+            engines=servers.count((key.target, key.model_name)),
         )
         for key in sorted(collected)
     )
+
+
+def _of_vllm(samples: list[Sample]) -> list[Sample]:
+    """Drop names without a prefix where others have one: they are another library's, of the same process."""
+    if any(s.name != PROCESS_START_TIME and SERIES[s.name].prefix for s in samples):
+        return [s for s in samples if s.name == PROCESS_START_TIME or SERIES[s.name].prefix]
+    return samples
+
+
+def _proofs(collected: "Mapping[EngineKey, _Collected]") -> dict[tuple[str, str], str | None]:
+    """The newest release that any series of a server proves; another server on the page may be older."""
+    proofs: dict[tuple[str, str], str | None] = {}
+    for key, series in collected.items():
+        server = (key.target, key.model_name)
+        proofs[server] = max(proofs.get(server), series.proof, key=_version)
+    return proofs
 
 
 def _key(labels: Mapping[str, str], target: str) -> EngineKey:
@@ -176,10 +193,10 @@ def _refuse_what_is_no_engine(samples: list[Sample]) -> None:
 class _Collected:
     """Series of one engine while a page is read."""
 
-    __slots__ = ("ages", "buckets", "parts", "proof", "scalars", "values")
+    __slots__ = ("buckets", "parts", "proof", "ranks", "scalars", "values")
 
     def __init__(self) -> None:
-        self.ages: dict[str, int] = {}
+        self.ranks: dict[str, tuple[int, int]] = {}
         self.values: dict[str, float] = {}
         self.parts: dict[str, dict[str, float]] = {}
         self.buckets: dict[str, dict[float, float]] = {}
@@ -188,14 +205,14 @@ class _Collected:
 
     def add(self, series: Series, sample: Sample) -> None:
         metric = series.metric
-        if math.isnan(sample.value) or sample.value < metric.floor:
+        if not _is_possible(series, sample.value):
             return
-        age = self.ages.setdefault(metric.name, series.age)
-        if series.age > age:
-            return  # the current name is there as well: the same fact, not another
-        if series.age < age:
+        rank = self.ranks.setdefault(metric.name, series.rank)
+        if series.rank > rank:
+            return  # the current name is there as well, or another prefix: the same fact, not another
+        if series.rank < rank:
             self._forget(metric)
-            self.ages[metric.name] = series.age
+            self.ranks[metric.name] = series.rank
         if series.age == 0 and metric.since and _version(metric.since) > _version(self.proof):
             self.proof = metric.since
         if series.part == "value":
@@ -274,6 +291,13 @@ class _Collected:
         return Histogram(bounds=bounds, counts=counts, sum=observed_sum, count=total)
 
 
+def _is_possible(series: Series, value: float) -> bool:
+    """Whether the value can be the fact. Sentinels, NaN, infinities and impossible ratios are missing values."""
+    metric = series.metric
+    highest = metric.ceiling if series.part == "value" else math.inf
+    return math.isfinite(value) and metric.floor <= value <= highest
+
+
 def _combine(metric: Metric, known: float | None, value: float) -> float:
     if known is None:
         return value
@@ -284,13 +308,18 @@ def _version(text: str | None) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(".")) if text else ()
 
 
-def _config_of(key: EngineKey, configs: list[Mapping[str, str]], target: str) -> Mapping[str, str]:
-    """The info series of this engine. It has no model label, and no engine label before vLLM 0.9."""
-    same_place = [c for c in configs if _key(c, target).target == key.target] or configs
-    for labels in same_place:
-        if labels.get(ENGINE_LABEL) == key.engine:
-            return labels
-    return next((labels for labels in same_place if ENGINE_LABEL not in labels), {})
+def _config_of(key: EngineKey, configs: list[Mapping[str, str]], target: str, models: int) -> Mapping[str, str]:
+    """The info series of this engine. It has no model label, and no engine label before vLLM 0.9.
+
+    Where several models share a place, or several series an engine, it cannot be told whose series it is: none then.
+    """
+    same_place = [c for c in configs if _key(c, target).target == key.target]
+    same_place = same_place or [c for c in configs if _key(c, target).target == target]
+    mine = [c for c in same_place if c.get(ENGINE_LABEL) == key.engine and c.get(MODEL_LABELS[0]) == key.model_name]
+    if not mine and models == 1:
+        mine = [c for c in same_place if c.get(ENGINE_LABEL) == key.engine]
+        mine = mine or [c for c in same_place if ENGINE_LABEL not in c]
+    return mine[0] if len(mine) == 1 else {}
 
 
 def _cache_config(labels: Mapping[str, str], engines: int) -> CacheConfig:
@@ -311,7 +340,7 @@ def _cache_config(labels: Mapping[str, str], engines: int) -> CacheConfig:
     config = CacheConfig(
         num_gpu_blocks=whole("num_gpu_blocks"),
         block_size=whole("block_size"),
-        cache_dtype=labels.get("cache_dtype"),
+        cache_dtype=None if labels.get("cache_dtype") == "None" else labels.get("cache_dtype"),
         gpu_memory_utilization=number("gpu_memory_utilization"),
         kv_cache_memory_bytes=whole("kv_cache_memory_bytes"),
         num_gpu_blocks_override=whole("num_gpu_blocks_override"),
@@ -333,7 +362,7 @@ def _per_engine(config: CacheConfig, engines: int) -> CacheConfig:
     if not blocks or engines < 2:
         return config
     tokens, concurrency, block_size = config.kv_cache_size_tokens, config.kv_cache_max_concurrency, config.block_size
-    if tokens and concurrency and block_size:
+    if tokens and concurrency and block_size and tokens / concurrency < math.inf:
         blocks_per_request = math.ceil(round(tokens / concurrency) / block_size)
         if abs(concurrency * blocks_per_request - blocks) < 0.5:
             return config

@@ -10,6 +10,7 @@ A name is written without prefix and, for counters, with `_total`, as it stands 
     (none)      NVIDIA NIM
 """
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -35,6 +36,7 @@ class Metric:
     split: str | None = None
     since: str | None = None  # first release with the current name, where that tells versions apart
     floor: float = 0.0  # a value below it is a sentinel (vLLM 0.6 writes -1 for "off") and counts as missing
+    ceiling: float = math.inf  # a value above it cannot be the fact, as a ratio that a proxy summed over engines
 
     @property
     def exposed(self) -> str:
@@ -59,6 +61,7 @@ KV_CACHE_USAGE = Metric(
     help="share of the KV blocks that requests hold, 0 to 1; cached blocks nobody holds count as free",
     former=("gpu_cache_usage_perc",),
     combine="max",
+    ceiling=1.0,
 )
 MAX_NUM_SEQS = Metric(name="num_request_max", kind="gauge", help="max_num_seqs, exposed by NIM only", combine="max")
 ENGINE_SLEEP_STATE = Metric(
@@ -172,6 +175,8 @@ class Series:
     metric: Metric
     part: Literal["value", "bucket", "sum", "count"]
     age: int  # 0 the current name, 1.. former names
+    prefix: str
+    rank: tuple[int, int]  # order of preference among names of one fact: the current name, then vLLM's own prefix
 
 
 def _series_names() -> dict[str, Series]:
@@ -181,11 +186,21 @@ def _series_names() -> dict[str, Series]:
             parts = ("bucket", "sum", "count") if metric.kind == "histogram" else ("value",)
             for part in parts:
                 suffix = "" if part == "value" else f"_{part}"
-                for prefix in PREFIXES:
-                    names[prefix + name + suffix] = Series(metric=metric, part=part, age=age)  # type: ignore[arg-type]
+                for place, prefix in enumerate(PREFIXES):
+                    names[prefix + name + suffix] = Series(
+                        metric=metric,
+                        part=part,  # type: ignore[arg-type] # one of the literals above
+                        age=age,
+                        prefix=prefix,
+                        rank=(age, place),
+                    )
     return names
 
 
 SERIES: dict[str, Series] = _series_names()
 """Sample name -> Series, for every prefix and every generation of names. Names are matched whole, so neither
 `_created` nor a longer name (`num_requests_waiting_by_reason`) is ever taken for another."""
+
+ENGINE_ONLY = (REQUESTS_RUNNING, REQUESTS_WAITING, KV_CACHE_USAGE)
+"""Facts that no other kind of server exposes. Without a prefix, only these tell an engine from any web server, which
+may well have a `request_success_total`."""
