@@ -6,6 +6,7 @@ Source: vLLM 0.32.0, vllm/v1/core/kv_cache_utils.py (get_kv_cache_configs, check
 get_max_concurrency_for_kv_cache_config, get_kv_cache_capacity).
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -77,7 +78,6 @@ class Budget:
     max_model_len: int
     max_num_seqs: int
     available_bytes_per_rank: int
-    wasted_bytes_per_rank: int  # less than one block
     plan: Plan
 
     @property
@@ -95,8 +95,16 @@ class Budget:
 
 def costs(model: ModelSpec, engine: EngineConfig) -> tuple[Plan, Costs]:
     """The plan and the costs of a model on an engine, memory left open. Raises SettingError, UnsupportedModel."""
-    planned = plan(model, resolve(engine, model))
+    planned = plan_for(model, engine)
     return planned, costs_of(planned)
+
+
+def plan_for(model: ModelSpec, engine: EngineConfig) -> Plan:
+    """The plan of a model on an engine. With --disable-sliding-window the context ends where the window would."""
+    windows = [c.window_tokens for c, _ in model.kind_counts if c.kind == "sliding_window" and c.window_tokens]
+    if engine.disable_sliding_window and windows:
+        model = model.without_windows(min(windows))
+    return plan(model, resolve(engine, model))
 
 
 def predict(model: ModelSpec, engine: EngineConfig, available_bytes: int | Sequence[int] | None = None) -> Budget:
@@ -106,18 +114,21 @@ def predict(model: ModelSpec, engine: EngineConfig, available_bytes: int | Seque
     neither. Raises DoesNotFit (with the bytes needed and the length that would fit) where vLLM would refuse to start,
     SettingError or UnsupportedModel where it would refuse the settings or its plan is not known.
     """
-    return predict_from(plan(model, resolve(engine, model)), available_bytes)
+    return predict_from(plan_for(model, engine), available_bytes)
 
 
-def predict_from(planned: Plan, available_bytes: int | Sequence[int] | None = None) -> Budget:
-    """`predict` for a plan that is already made."""
+def predict_from(
+    planned: Plan, available_bytes: int | Sequence[int] | None = None, *, check_fit: bool = True
+) -> Budget:
+    """`predict` for a plan that is made. Without `check_fit` the pool is worked out even if vLLM would refuse."""
     available = _available(planned, available_bytes)
     engine = planned.engine
     checked = _checkable(planned, available)
     if engine.auto_fit and planned.groups:
         planned = _auto_fitted(planned, checked)
         engine = planned.engine
-    _check_fit(planned, checked)
+    if check_fit:
+        _check_fit(planned, checked)
     cost = costs_of(planned)
     blocks = _num_blocks(planned, available)
     concurrency = _max_concurrency(planned, cost, blocks)
@@ -136,7 +147,6 @@ def predict_from(planned: Plan, available_bytes: int | Sequence[int] | None = No
         max_model_len=engine.max_model_len,
         max_num_seqs=engine.max_num_seqs,
         available_bytes_per_rank=min(available),
-        wasted_bytes_per_rank=min(available) - blocks * cost.block_bytes_per_rank,
         plan=planned,
     )
 
@@ -213,16 +223,22 @@ def _check_fit(planned: Plan, checked: tuple[int, ...]) -> None:
         if needed <= memory:
             continue
         longest = _longest(planned, stage, memory) if memory > 0 else 0
-        hint = f"the longest --max-model-len that fits is {longest}" if longest else "not even one token fits"
         raise DoesNotFit(
             f"vLLM would refuse to start: one request of max_model_len {engine.max_model_len} needs "
-            f"{needed / _GIB:.2f} GiB of KV cache per GPU, and {max(memory, 0) / _GIB:.2f} GiB are there; {hint}. "
-            "Lower --max-model-len, use fp8 KV, or give the engine more memory or more GPUs.",
+            f"{needed / _GIB:.2f} GiB of KV cache per GPU, {_what_is_there(memory, longest)}",
             needed_bytes=needed,
             available_bytes=memory,
             max_model_len=engine.max_model_len,
             estimated_max_model_len=longest,
         )
+
+
+def _what_is_there(memory: int, longest: int) -> str:
+    if memory <= 0:
+        return "and weights and activations leave nothing. Use more or larger GPUs, or smaller weights."
+    hint = f"the longest --max-model-len that fits is {longest}" if longest else "not even one token fits"
+    advice = "Lower --max-model-len, use --kv-cache-dtype fp8, or give the engine more memory or more GPUs."
+    return f"and {memory / _GIB:.2f} GiB are there; {hint}. {advice}"
 
 
 def _num_blocks(planned: Plan, available: tuple[int, ...]) -> int:
@@ -232,7 +248,7 @@ def _num_blocks(planned: Plan, available: tuple[int, ...]) -> int:
     override = planned.engine.num_gpu_blocks_override
     if override is not None:
         return override
-    return min(memory // size for memory, size in zip(available, planned.block_bytes, strict=True) if size)
+    return max(0, min(memory // size for memory, size in zip(available, planned.block_bytes, strict=True) if size))
 
 
 def _max_concurrency(planned: Plan, cost: Costs, blocks: int) -> float:
@@ -268,9 +284,9 @@ def _capacity_tokens(planned: Plan, blocks: int, concurrency: float) -> int:
 
 def costs_of(planned: Plan) -> Costs:
     model, engine = planned.model, planned.engine
-    caches = _caches(model, engine)
+    caches = caches_of(model, engine)
     return Costs(
-        bytes_per_token=sum(count * _token_payload(cache, engine) for cache, count in caches if _grows(cache)),
+        bytes_per_token=sum(count * _token_payload(cache, engine) for cache, count in caches if grows(cache, engine)),
         bytes_per_token_per_rank=_token_bytes_per_rank(planned),
         fixed_bytes_per_request=sum(count * _fixed_payload(cache, engine) for cache, count in caches),
         block_size_tokens=planned.block_size_tokens,
@@ -286,18 +302,23 @@ def payload_bytes(planned: Plan, tokens: int) -> int:
     if tokens <= 0:
         return 0
     return sum(
-        count * _payload(cache, planned.engine, tokens) for cache, count in _caches(planned.model, planned.engine)
+        count * _payload(cache, planned.engine, tokens) for cache, count in caches_of(planned.model, planned.engine)
     )
 
 
-def _caches(model: ModelSpec, engine: ResolvedEngine) -> list[tuple[LayerCache, int]]:
-    counts = list(model.kind_counts)
-    if engine.has_draft_layers:
-        counts += [(cache, 1) for layer in model.draft_layers for cache in layer]
-    return counts
+def caches_of(model: ModelSpec, engine: ResolvedEngine) -> list[tuple[LayerCache, int]]:
+    """Each distinct cache and how many layers hold it, draft layers included where the engine loads them."""
+    if not engine.has_draft_layers:
+        return list(model.kind_counts)
+    counts = Counter(dict(model.kind_counts))
+    counts.update(cache for layer in model.draft_layers for cache in layer)
+    return list(counts.items())
 
 
-def _grows(cache: LayerCache) -> bool:
+def grows(cache: LayerCache, engine: ResolvedEngine) -> bool:
+    """Whether each further token costs memory; a window as wide as max_model_len is none."""
+    if cache.window_tokens is not None:
+        return cache.window_tokens >= engine.max_model_len
     return cache.kind in {"full", "mla", "mla_indexer"}
 
 
@@ -315,7 +336,7 @@ def _payload(cache: LayerCache, engine: ResolvedEngine, tokens: int) -> int:
 
 
 def _fixed_payload(cache: LayerCache, engine: ResolvedEngine) -> int:
-    return 0 if _grows(cache) else _payload(cache, engine, engine.max_model_len)
+    return 0 if grows(cache, engine) else _payload(cache, engine, engine.max_model_len)
 
 
 def _on_one_rank(engine: ResolvedEngine) -> ResolvedEngine:
@@ -329,7 +350,7 @@ def _token_bytes_per_rank(planned: Plan) -> int:
     engine = planned.engine
     for group in planned.groups:
         for page, layers in zip(group.pages, group.stage_layers, strict=True):
-            if page.kind in {"full", "mla", "mla_indexer"}:
+            if page.kind != "state" and (page.kind == "full" or grows(page.cache, engine)):
                 token = heads_per_rank(page.cache, engine) * head_token_bytes(page.cache, page.dtype, engine)
                 per_stage = [total + count * token for total, count in zip(per_stage, layers, strict=True)]
     return ceil_div(max(per_stage, default=0), engine.decode_context_parallel_size)

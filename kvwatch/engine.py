@@ -264,12 +264,16 @@ def _kv_cache_dtype(engine: EngineConfig, model: ModelSpec) -> tuple[str, Source
     dtype, source = engine.kv_cache_dtype, "given"
     if dtype == "auto":
         dtype, source = model.kv_cache_dtype or "auto", "derived"
+    device = engine.device
+    major = device.capability[0] if device is not None and device.capability is not None else 0
     if "mla_indexer" in model.kinds:
+        # vllm/model_executor/models/config.py: GLM with DSA takes fp8 on Blackwell unless told otherwise.
+        if dtype == "auto" and model.architecture == "GlmMoeDsaForCausalLM" and major == 10:
+            dtype = "fp8_e4m3"
         if dtype == "bfloat16":
             dtype = "auto"
-        device = engine.device
         # On Blackwell the sparse kernel reads plain fp8; elsewhere vLLM repacks (vllm/models/deepseek_v32).
-        if device is None or device.capability is None or device.capability[0] != 10:
+        if major != 10:
             dtype = _SPARSE_DTYPES.get(dtype, dtype)
     return dtype, "derived" if source == "derived" else "given"
 

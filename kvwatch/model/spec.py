@@ -15,7 +15,7 @@ Source: vLLM 0.32.0, vllm/v1/kv_cache_interface.py.
 """
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -122,6 +122,19 @@ class ModelSpec:
     @cached_property
     def kinds(self) -> frozenset[str]:
         return frozenset(cache.kind for cache, _ in self.kind_counts)
+
+    def without_windows(self, max_model_len: int) -> "ModelSpec":
+        """The same model with full attention in place of windows, and a context no longer than one."""
+        wide = {
+            cache: replace(cache, kind="full", window_tokens=None)
+            for cache, _ in self.kind_counts
+            if cache.kind == "sliding_window"
+        }
+        return replace(
+            self,
+            layers=tuple(tuple(wide.get(cache, cache) for cache in layer) for layer in self.layers),
+            max_model_len=min(self.max_model_len, max_model_len),
+        )
 
     @property
     def is_attention_free(self) -> bool:

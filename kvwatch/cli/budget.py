@@ -1,0 +1,172 @@
+"""`kvwatch budget`: what the KV cache of a model costs and holds, before anything runs."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import click
+
+from kvwatch.budget_report import BudgetReport, Memory, MemoryFigure, budget_report
+from kvwatch.cli.vllm_flags import engine_request, vllm_flags
+from kvwatch.demand import Arrivals, arrivals
+from kvwatch.engine import EngineConfig, resolve
+from kvwatch.errors import SettingError
+from kvwatch.model import ModelSpec, read_model
+from kvwatch.sources.model_files import ModelFiles, load_model
+from kvwatch.vllm_args import whole_number
+
+_MIX = re.compile(r"\s*([\d._,]+[kKmM]?)\s*[x×:*]\s*(\d+)\s*")
+
+
+class _Count(click.ParamType):  # type: ignore[type-arg]  # generic in click's newest releases only
+    """8192, 8k, 8K."""
+
+    name = "count"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        try:
+            return whole_number(str(value))
+        except ValueError:
+            self.fail(f"{value!r} is not a whole number (8192, 8k = 8000, 8K = 8192)", param, ctx)
+
+
+@click.command("budget")
+@vllm_flags
+@click.option(
+    "--context", "contexts", type=_Count(), multiple=True, metavar="TOKENS", help="A context length; repeatable."
+)
+@click.option(
+    "--concurrency", "concurrencies", type=_Count(), multiple=True, metavar="N", help="Users at once; repeatable."
+)
+@click.option("--mix", multiple=True, metavar="TOKENSxN", help="N requests of TOKENS among unequal ones; repeatable.")
+@click.option("--arrival-rate", type=float, metavar="R", help="Requests per second, with --response-time.")
+@click.option("--response-time", type=float, metavar="S", help="Seconds from arrival to the last token.")
+@click.option("--retry-ratio", type=float, default=0.0, metavar="Q", help="Share of attempts that clients repeat.")
+@click.option("--explain", is_flag=True, help="Every step, with its rule in vLLM's source.")
+@click.option(
+    "--output", "-o", type=click.Choice(("text", "json", "yaml")), default="text", show_default=True, help="Format."
+)
+@click.pass_context
+def command(
+    ctx: click.Context,
+    /,
+    contexts: tuple[int, ...],
+    concurrencies: tuple[int, ...],
+    mix: tuple[str, ...],
+    arrival_rate: float | None,
+    response_time: float | None,
+    retry_ratio: float,
+    explain: bool,
+    output: str,
+    **options: Any,
+) -> None:
+    r"""KV-cache budget of a model: bytes per token, blocks, concurrency, and whether it fits.
+
+    \b
+    kvwatch budget --model meta-llama/Llama-3.1-70B --gpu H100 --tensor-parallel-size 4 --max-model-len 32768
+    kvwatch budget --model ./config.json --kv-cache-memory-bytes 40GiB --context 4096 --concurrency 32
+    kvwatch budget --gpu H100 --vllm-args "vllm serve Qwen/Qwen3-32B -tp 2 --kv-cache-dtype fp8"
+
+    Exit code 0: fits, or the memory is not known. 1: vLLM would refuse to start, or a load given does not fit.
+    """
+    request = engine_request(ctx, options)
+    if request.model is None:
+        raise SettingError("no model: give --model with a config.json, its folder or a known name, or --vllm-args")
+    files = load_model(request.model)
+    model = read_model(files.config, name=files.name)
+    report = budget_report(
+        model,
+        request.engine,
+        _memory(request.engine, files, model),
+        contexts=contexts,
+        concurrencies=concurrencies,
+        mixed=[_mixed(text) for text in mix],
+        load=_arrivals(arrival_rate, response_time, retry_ratio),
+        memory_for=lambda engine: _memory(engine, files, model),
+    )
+    click.echo(_rendered(report, output, explain=explain))
+    if request.ignored:
+        click.echo(f"Without effect on the KV cache: {', '.join(request.ignored)}", err=True)
+    asked = contexts or concurrencies or mix
+    if report.fits is False or (asked and _overflows(report)):
+        ctx.exit(1)
+
+
+def _overflows(report: BudgetReport) -> bool:
+    rows = any(row.fits is False for row in report.table)
+    return rows or (report.mix is not None and report.mix.fits is False)
+
+
+def _mixed(text: str) -> tuple[int, int]:
+    found = _MIX.fullmatch(text)
+    if found is None:
+        raise SettingError(f"--mix {text!r} is not TOKENSxN, such as 64000x1 or 2kx50")
+    return whole_number(found[1]), int(found[2])
+
+
+def _arrivals(rate: float | None, response_time: float | None, retry_ratio: float) -> Arrivals | None:
+    if rate is None and response_time is None:
+        return None
+    if rate is None or response_time is None:
+        raise SettingError("--arrival-rate and --response-time belong together: in flight = rate × response time")
+    return arrivals(arrival_rate=rate, response_time=response_time, retry_ratio=retry_ratio)
+
+
+def _memory(engine: EngineConfig, files: ModelFiles, model: ModelSpec) -> Memory:
+    """The memory for the KV cache: given, or what the GPU has left after an estimate of the rest."""
+    if engine.num_gpu_blocks_override is not None:
+        return Memory(available_kv_cache_bytes_per_rank=(), source="given", origin="--num-gpu-blocks-override")
+    if engine.kv_cache_memory_bytes is not None:
+        given = (engine.kv_cache_memory_bytes,) * engine.pipeline_parallel_size
+        return Memory(available_kv_cache_bytes_per_rank=given, source="given", origin="--kv-cache-memory-bytes")
+    if engine.device is None or engine.device.memory_bytes == 0:
+        return Memory(available_kv_cache_bytes_per_rank=None, source="assumed", origin="no memory given")
+    return _estimated(engine, files, model)
+
+
+def _estimated(engine: EngineConfig, files: ModelFiles, model: ModelSpec) -> Memory:
+    from kvwatch.memory import plan_memory
+
+    resolved = resolve(engine, model)
+    found = plan_memory(files.config, engine, resolved, name=files.name, checkpoint_bytes=files.weights_bytes)
+    return Memory(
+        available_kv_cache_bytes_per_rank=found.available_kv_cache_bytes_per_rank,
+        source=found.source,
+        origin=f"estimated, --gpu-memory-utilization {resolved.gpu_memory_utilization:g}",
+        low_bytes_per_rank=found.low_bytes_per_rank,
+        high_bytes_per_rank=found.high_bytes_per_rank,
+        device_memory_bytes=found.device_memory_bytes,
+        requested_bytes=found.requested_bytes,
+        terms=tuple(
+            MemoryFigure(
+                name=term.name,
+                bytes_per_rank=term.bytes_per_rank,
+                low_bytes=term.low_bytes,
+                high_bytes=term.high_bytes,
+                source=term.source,
+                note=term.note,
+            )
+            for term in found.terms
+        ),
+        assumptions=found.assumptions,
+    )
+
+
+def _rendered(report: BudgetReport, output: str, *, explain: bool) -> str:
+    if output == "text":
+        from kvwatch.cli.options import terminal_width, wants_colour
+        from kvwatch.render.budget_text import budget_text
+
+        return budget_text(report, width=terminal_width(), colour=wants_colour(), explain=explain)
+    from kvwatch.render.budget_data import budget_document
+
+    document: Mapping[str, Any] = budget_document(report, explain=explain)
+    if output == "json":
+        import json
+
+        return json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False)
+    import yaml
+
+    return str(yaml.safe_dump(document, sort_keys=False, allow_unicode=True)).rstrip("\n")

@@ -1,0 +1,94 @@
+"""A model for a budget: a folder, a config.json, or the name of a model known offline. Nothing is fetched.
+
+Beside config.json the folder's hf_quant_config.json (ModelOpt) and model.safetensors.index.json (the weights' size) are
+read where they exist.
+"""
+
+import json
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from kvwatch.errors import ModelError, SourceError
+from kvwatch.model_names import match
+
+# A config.json has kilobytes; an index lists every tensor and has a few megabytes.
+_CONFIG_LIMIT_BYTES = 8 << 20
+_INDEX_LIMIT_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFiles:
+    """`config` is the parsed config.json; `weights_bytes` the checkpoint's size, None where not known."""
+
+    name: str
+    config: dict[str, Any]
+    weights_bytes: int | None
+    origin: str
+
+
+def load_model(text: str) -> ModelFiles:
+    """The model that `text` means. Raises SourceError for a file that cannot be read, ModelError for what is in it."""
+    path = Path(text).expanduser()
+    if path.is_dir():
+        return _folder(path)
+    if path.is_file():
+        return ModelFiles(name=_name(path), config=_object(path), weights_bytes=None, origin=str(path))
+    if path.suffix == ".json" or text.startswith((".", "/", "~")):
+        raise SourceError(f"--model {text}: no such file or folder. Give a config.json, its folder, or a model's name.")
+    return _known(text)
+
+
+def _folder(folder: Path) -> ModelFiles:
+    config_path = folder / "config.json"
+    if not config_path.is_file():
+        raise SourceError(f"--model {folder}: the folder has no config.json, which describes the model's layers")
+    config = _object(config_path)
+    quantisation = folder / "hf_quant_config.json"
+    if quantisation.is_file() and config.get("quantization_config") is None:
+        config["quantization_config"] = {"quant_method": "modelopt", **_object(quantisation)}
+    index = folder / "model.safetensors.index.json"
+    weights = None
+    if index.is_file():
+        from kvwatch.weights import index_bytes  # noqa: PLC0415 -- only where an index is there
+
+        weights = index_bytes(_object(index, limit_bytes=_INDEX_LIMIT_BYTES))
+    return ModelFiles(name=_name(config_path), config=config, weights_bytes=weights, origin=str(config_path))
+
+
+def _name(config_path: Path) -> str:
+    """The folder's name says more than `config`."""
+    stem = config_path.stem
+    return config_path.resolve().parent.name or stem if stem == "config" else stem
+
+
+def _object(path: Path, *, limit_bytes: int = _CONFIG_LIMIT_BYTES) -> dict[str, Any]:
+    try:
+        size = path.stat().st_size
+        if size > limit_bytes:
+            raise ModelError(f"{path} has {size:,} bytes; a file of this kind has at most {limit_bytes:,}")
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise SourceError(f"{path} cannot be read: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise ModelError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start})") from error
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path} is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ModelError(f"{path} holds a {type(found).__name__}, but has to hold an object with the model's fields")
+    return found
+
+
+def _known(name: str) -> ModelFiles:
+    known = json.loads((files("kvwatch") / "data" / "models.json").read_text(encoding="utf-8"))
+    hub_name = match(name, known)
+    entry = known[hub_name]
+    return ModelFiles(
+        name=hub_name,
+        config=entry["config"],
+        weights_bytes=entry.get("weights_bytes"),
+        origin="the models known to kvwatch",
+    )
