@@ -1,21 +1,28 @@
 """Snapshots of one engine in time: increases, rates, extremes and quantiles.
 
 Counters: between two snapshots a counter grows by what it rose. Where any counter fell, or the process start time
-changed, the engine restarted in between: that interval is left out of every increase and of the time that rates divide
-by, so a restart is neither a negative amount nor growth. (PromQL counts the value after a reset as growth; leaving it
-out can only under-count, by at most one interval.)
+changed, the interval is left out of every increase and of the time that rates divide by, so a restart is neither a
+negative amount nor growth. (PromQL counts the value after a reset as growth; leaving it out can only under-count, by at
+most one interval.)
+
+Not every fall is a restart: vLLM with several API servers exports the sum of their files, which can step back a little
+(vLLM pull request 18053). Such an interval is left out as well, but not called a restart.
 """
 
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 
 from kvwatch.errors import NoData
 from kvwatch.snapshot import EngineKey, Histogram, Snapshot
 from kvwatch.vllm_metrics import ALL, Metric
 
 _COUNTERS = tuple(metric.name for metric in ALL if metric.kind == "counter")
+_HISTOGRAMS = tuple(metric.name for metric in ALL if metric.kind == "histogram")
+# As Prometheus' look-back: a page older than this says nothing about now.
+STALE_SECONDS = 300.0
 
 
 @dataclass(frozen=True)
@@ -38,25 +45,43 @@ class Window:
         return self.snapshots[-1].at_seconds - self.snapshots[0].at_seconds
 
     @cached_property
+    def _pairs(self) -> tuple[tuple[Snapshot, Snapshot], ...]:
+        return tuple(pairwise(self.snapshots))
+
+    @cached_property
     def _steps(self) -> tuple[tuple[Snapshot, Snapshot], ...]:
-        """Neighbouring snapshots with no restart between them."""
-        pairs = zip(self.snapshots, self.snapshots[1:], strict=False)
-        return tuple((before, after) for before, after in pairs if not _restarted(before, after))
+        """Neighbouring snapshots between which counters only grew."""
+        return tuple(pair for pair in self._pairs if not _other_process(*pair) and not _lowest_ratio(*pair) < 1)
 
     @property
     def restarts(self) -> int:
         """How often the engine restarted inside the window."""
-        return len(self.snapshots) - 1 - len(self._steps)
+        return sum(_restarted(*pair) for pair in self._pairs)
+
+    @property
+    def several_servers(self) -> bool:
+        """Whether the pages come from processes that run side by side, as behind a load balancer: a process that
+        was seen before is seen again after another.
+        """
+        starts = [s.process_start_seconds for s in self.snapshots if s.process_start_seconds is not None]
+        return any(after < before - 1 for before, after in pairwise(starts))
 
     @property
     def counted_seconds(self) -> float:
-        """The time that increases cover: the duration without the intervals in which the engine restarted."""
+        """The time that increases cover: the duration without the intervals in which a counter fell."""
         return sum(after.at_seconds - before.at_seconds for before, after in self._steps)
 
     def last(self, seconds: float) -> "Window":
-        """The snapshots of the left-open span (latest - seconds, latest], as PromQL 3 ranges are."""
+        """The snapshots of the left-open span (latest - seconds, latest], as PromQL 3 ranges are.
+
+        Where pages are further apart than the span, the one before the latest is in it too, unless it is stale: what
+        lasts shows on two pages.
+        """
         start = self.latest.at_seconds - seconds
-        return Window(tuple(s for s in self.snapshots if s.at_seconds > start))
+        inside = tuple(s for s in self.snapshots if s.at_seconds > start)
+        if len(inside) == 1:
+            inside = tuple(s for s in self.snapshots[-2:] if self.latest.at_seconds - s.at_seconds <= STALE_SECONDS)
+        return Window(inside)
 
     # Gauges -------------------------------------------------------------------------------------------------------
 
@@ -110,7 +135,7 @@ class Window:
     def _increase(self, name: str, read: Callable[[Snapshot], float | None]) -> float:
         self._seconds_for_a_rate()
         growth = [
-            max(0.0, after - before)
+            after - before
             for first, second in self._steps
             if (before := read(first)) is not None and (after := read(second)) is not None
         ]
@@ -122,8 +147,12 @@ class Window:
         seconds = self.counted_seconds
         if seconds > 0:
             return seconds
+        if self.several_servers:
+            raise NoData("the pages come from several servers, as behind a load balancer: give each engine's address")
         if self.restarts:
             raise NoData("the engine restarted; a rate needs two pages since then")
+        if len(self.snapshots) > 1:
+            raise NoData("the counters step back, as the sum over several API servers does; sample a longer --window")
         raise NoData("a rate needs two pages, and there is one; give --window or a capture folder")
 
     # Histograms ---------------------------------------------------------------------------------------------------
@@ -139,6 +168,16 @@ class Window:
 
     def observed(self, metric: Metric) -> Histogram:
         """The observations made inside the window. Raises NoData if there are none."""
+        total = self._observed(metric)
+        if total.count <= 0:
+            raise NoData(f"{metric.exposed} has no observation in {self.duration_seconds:.0f} s")
+        return total
+
+    def observations(self, metric: Metric) -> float:
+        """How many observations were made inside the window, 0 included. Raises NoData if that is not known."""
+        return self._observed(metric).count
+
+    def _observed(self, metric: Metric) -> Histogram:
         self._seconds_for_a_rate()
         deltas = [
             _subtract(second, first)
@@ -148,8 +187,6 @@ class Window:
         total = _add([delta for delta in deltas if delta is not None])
         if total is None:
             raise NoData(f"{metric.exposed} is not exposed")
-        if total.count <= 0:
-            raise NoData(f"{metric.exposed} has no observation in {self.duration_seconds:.0f} s")
         return total
 
     def average(self, metric: Metric) -> float:
@@ -186,31 +223,43 @@ def windows(snapshots: Iterable[Snapshot]) -> tuple[Window, ...]:
 def quantile(histogram: Histogram, q: float) -> float:
     """Quantile of a cumulative histogram, linear inside the bucket.
 
-    As PromQL's histogram_quantile: the first bucket starts at 0 if its bound is positive, and a quantile that falls
-    into the +Inf bucket is the highest finite bound.
+    As PromQL's histogram_quantile: the total is the last bucket's, the first bucket starts at 0 if its bound is
+    positive, and a quantile that falls into the +Inf bucket is the highest finite bound. Raises NoData if the histogram
+    is empty or has no finite bucket.
     """
     if not 0 <= q <= 1:
         raise ValueError(f"quantile {q} is not between 0 and 1")
-    if histogram.count <= 0:
+    if len(histogram.bounds) < 2:
+        raise NoData("the histogram has no bucket but +Inf")
+    if histogram.counts[-1] <= 0:
         raise NoData("the histogram is empty")
-    rank = q * histogram.count
+    rank = q * histogram.counts[-1]
     below, lower = 0.0, 0.0
-    for bound, count in zip(histogram.bounds, histogram.counts, strict=True):
+    for bound, count in zip(histogram.bounds[:-1], histogram.counts, strict=False):
         if count >= rank and count > below:
-            if math.isinf(bound):
-                return lower
             return lower + (bound - min(lower, bound)) * max(0.0, rank - below) / (count - below)
         below, lower = max(below, count), bound
     return lower
 
 
-def _restarted(before: Snapshot, after: Snapshot) -> bool:
+def _other_process(before: Snapshot, after: Snapshot) -> bool:
     old, new = before.process_start_seconds, after.process_start_seconds
-    if old is not None and new is not None and abs(new - old) > 1:
-        return True
-    return any(
-        after.values[name] < before.values[name] for name in _COUNTERS if name in after.values and name in before.values
-    )
+    return old is not None and new is not None and abs(new - old) > 1
+
+
+def _restarted(before: Snapshot, after: Snapshot) -> bool:
+    """Another process; where no start time tells, a counter that lost more than half of its value."""
+    if None in (before.process_start_seconds, after.process_start_seconds):
+        return _lowest_ratio(before, after) < 0.5
+    return _other_process(before, after)
+
+
+def _lowest_ratio(before: Snapshot, after: Snapshot) -> float:
+    """The smallest after / before over all counters and histograms; 1 or more where none fell."""
+    pairs = [(before.values[n], after.values[n]) for n in _COUNTERS if n in before.values and n in after.values]
+    old, new = before.histograms, after.histograms
+    pairs += [(old[n].count, new[n].count) for n in _HISTOGRAMS if n in old and n in new]
+    return min((after / before for before, after in pairs if before > 0), default=1.0)
 
 
 def _subtract(after: Histogram, before: Histogram) -> Histogram | None:
