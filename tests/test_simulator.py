@@ -105,11 +105,7 @@ def test_the_last_admitted_request_is_preempted_and_computed_again() -> None:
 def test_a_cached_prefix_is_not_computed_again() -> None:
     shared: dict[str, Any] = {"prefix": "support", "prefix_tokens": 64}
     requests = [request(70, 1, **shared), request(80, 1, at=5.0, **shared)]
-    steps, result = traced(
-        engine(enable_prefix_caching=True),
-        SECOND_PER_STEP,
-        [request(70, 1, **shared), request(80, 1, at=5.0, **shared)],
-    )
+    steps, result = traced(engine(enable_prefix_caching=True), SECOND_PER_STEP, requests)
     assert [step.scheduled for step in steps] == [((0, 70),), ((1, 16),)]
     assert result.prefix_hit_tokens == 64
 
@@ -117,11 +113,7 @@ def test_a_cached_prefix_is_not_computed_again() -> None:
 def test_a_prompt_that_is_cached_whole_still_computes_its_last_block() -> None:
     shared: dict[str, Any] = {"prefix": "p", "prefix_tokens": 64}
     requests = [request(64, 1, **shared), request(64, 1, at=5.0, **shared)]
-    steps, _ = traced(
-        engine(enable_prefix_caching=True),
-        SECOND_PER_STEP,
-        [request(64, 1, **shared), request(64, 1, at=5.0, **shared)],
-    )
+    steps, _ = traced(engine(enable_prefix_caching=True), SECOND_PER_STEP, requests)
     assert [step.scheduled for step in steps] == [((0, 64),), ((1, 16),)]
 
 

@@ -1,0 +1,172 @@
+"""Workload files, lists of requests, and request logs: from disk to a Workload.
+
+A request log is what a gateway or a public trace recorded: one request a line, as JSON objects or as CSV with a header.
+Times may be seconds, unix times or ISO 8601; the first request becomes second 0. Names that are recognised, in upper or
+lower case, also inside an object named `usage`:
+
+- time: at_seconds, timestamp, time, arrival_time, created, start_time
+- prompt tokens: prompt_tokens, input_tokens, context_tokens, ContextTokens, Request tokens
+- output tokens: output_tokens, completion_tokens, generated_tokens, GeneratedTokens, Response tokens
+
+Requests without output tokens failed or were cancelled, and are left out with a note. Azure's LLM inference traces and
+BurstGPT are of this form.
+"""
+
+import csv
+import json
+from collections.abc import Iterator, Mapping
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from kvwatch.errors import SettingError, SourceError
+from kvwatch.long_context_trap import NAME as LONG_CONTEXT_TRAP
+from kvwatch.long_context_trap import long_context_trap
+from kvwatch.simulation import Request, Workload
+from kvwatch.workload_spec import REQUEST_SOURCES, request_from, workload_from
+
+BUILT_IN = {LONG_CONTEXT_TRAP: long_context_trap}
+
+_TIMES = ("at_seconds", "timestamp", "time", "arrival_time", "created", "start_time", "starttime")
+_PROMPTS = ("prompt_tokens", "input_tokens", "context_tokens", "contexttokens", "request tokens")
+_OUTPUTS = ("output_tokens", "completion_tokens", "generated_tokens", "generatedtokens", "response tokens")
+
+
+def read_workload(name: str, *, notes: list[str]) -> Workload:
+    """A built-in workload by its name, or a YAML or JSON file. What is left out of a log is added to `notes`.
+
+    Raises SourceError for what cannot be read and SettingError for what cannot be used.
+    """
+    if name in BUILT_IN:
+        return BUILT_IN[name]()
+    path = Path(name)
+    mapping = _parse(path, _text(path))
+    if not isinstance(mapping, Mapping):
+        raise SettingError(f"{path} holds no mapping; a workload has the keys engine, cost and requests.")
+    sources = [key for key in REQUEST_SOURCES if mapping.get(key) is not None]
+    if len(sources) > 1:
+        raise SettingError(f"{path} has {' and '.join(sources)}; requests come from one place. Keep one of them.")
+    requests: tuple[Request, ...] | None = None
+    if sources and sources[0] != "requests":
+        given = mapping[sources[0]]
+        if not isinstance(given, str):
+            raise SettingError(f"{path}: {sources[0]} is {given!r}; it must be the name of a file.")
+        file = path.parent / given
+        requests = read_requests(file) if sources[0] == "requests_file" else read_request_log(file, notes=notes)
+    try:
+        return workload_from(mapping, requests=requests)
+    except SettingError as error:
+        raise SettingError(f"{path}: {error}") from error
+
+
+def read_requests(path: Path) -> tuple[Request, ...]:
+    """JSON lines, each an object as under `requests` of a workload file."""
+    return tuple(request_from(item, where) for where, item in _json_lines(path))
+
+
+def read_request_log(path: Path, *, notes: list[str]) -> tuple[Request, ...]:
+    """A log -> requests ordered by time, the first at second 0."""
+    rows = _json_lines(path) if path.suffix in {".jsonl", ".json", ".ndjson"} else _csv_rows(path)
+    found: list[tuple[float, int, int]] = []
+    unanswered = 0
+    for where, row in rows:
+        columns = _columns(row, where)
+        prompt, output = (_tokens(_pick(columns, names, where), where) for names in (_PROMPTS, _OUTPUTS))
+        at_seconds = _time(_pick(columns, _TIMES, where), where)
+        if output < 1 or prompt < 1:
+            unanswered += 1
+            continue
+        found.append((at_seconds, prompt, output))
+    if not found:
+        raise SourceError(f"{path}: no request with prompt and output tokens in it")
+    if unanswered:
+        notes.append(f"{path}: {unanswered} of {unanswered + len(found)} requests left out, they have no output tokens")
+    found.sort(key=lambda item: item[0])
+    start = found[0][0]
+    return tuple(
+        Request(at_seconds=round(at_seconds - start, 6), prompt_tokens=prompt, output_tokens=output)
+        for at_seconds, prompt, output in found
+    )
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        known = ", ".join(BUILT_IN)
+        raise SourceError(
+            f"{path}: {error.strerror}; a workload is a file or the name of a built-in one ({known})"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise SourceError(f"{path} is not UTF-8 text: {error}") from error
+
+
+def _parse(path: Path, text: str) -> Any:
+    if path.suffix == ".json":
+        try:
+            return json.loads(text)
+        except ValueError as error:
+            raise SettingError(f"{path} is not JSON: {error}") from error
+    import yaml  # noqa: PLC0415 -- a tenth of the start-up time, and lists of requests need none of it
+
+    try:
+        return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506 -- both are safe
+    except yaml.YAMLError as error:
+        raise SettingError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+
+
+def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
+    for number, line in enumerate(_text(path).splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            yield f"{path}:{number}", json.loads(line)
+        except ValueError as error:
+            raise SettingError(f"{path}:{number} is not JSON ({error}); write one object a line.") from error
+
+
+def _csv_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    for number, row in enumerate(csv.DictReader(_text(path).splitlines()), start=2):
+        yield f"{path}:{number}", row
+
+
+def _columns(row: Any, where: str) -> dict[str, Any]:
+    """Names in lower case; `usage` of an OpenAI answer is looked into."""
+    if not isinstance(row, Mapping):
+        raise SettingError(f"{where} is {row!r}, not an object with a time and token counts.")
+    usage = row.get("usage")
+    flat = {**row, **usage} if isinstance(usage, Mapping) else row
+    return {str(key).strip().lower(): value for key, value in flat.items()}
+
+
+def _pick(columns: Mapping[str, Any], names: tuple[str, ...], where: str) -> Any:
+    for name in names:
+        if columns.get(name) not in {None, ""}:
+            return columns[name]
+    raise SettingError(f"{where} has none of {', '.join(names)}; its columns are {', '.join(columns)}.")
+
+
+def _tokens(value: Any, where: str) -> int:
+    try:
+        return int(value)
+    except (TypeError, ValueError) as error:
+        raise SettingError(f"{where}: {value!r} is not a number of tokens.") from error
+
+
+def _time(value: Any, where: str) -> float:
+    """Seconds: a number, or an ISO 8601 time (UTC where it names no zone)."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return _iso_time(str(value), where)
+
+
+def _iso_time(text: str, where: str) -> float:
+    # Azure's traces have seven digits of a second, and Python before 3.11 wants three or six and no Z.
+    head, dot, rest = text.strip().replace("Z", "+00:00").partition(".")
+    digits = len(rest) - len(rest.lstrip("0123456789"))
+    try:
+        moment = datetime.fromisoformat(head + (f".{rest[:digits][:6]:0<6}{rest[digits:]}" if dot else ""))
+    except ValueError as error:
+        raise SettingError(f"{where}: {text!r} is neither a number of seconds nor an ISO 8601 time.") from error
+    return (moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)).timestamp()
