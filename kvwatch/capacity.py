@@ -23,6 +23,7 @@ class EngineFacts:
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     watermark: float | None = None
+    max_num_batched_tokens: int | None = None
     budget: Budget | None = None
     sources: tuple[tuple[str, str], ...] = ()
 
@@ -57,11 +58,10 @@ class Capacity:
 def live_capacity(config: CacheConfig, facts: EngineFacts) -> Capacity:
     """cache_config_info and what else is known -> Capacity."""
     blocks = config.num_gpu_blocks or None
-    tokens, concurrency = config.kv_cache_size_tokens, config.kv_cache_max_concurrency
+    tokens, shown = config.kv_cache_size_tokens, _concurrency(config)
+    concurrency = shown
     max_model_len, length_source = _max_model_len(config, facts)
-    per_request = None
-    if blocks and concurrency:
-        per_request = round(blocks / concurrency)
+    per_request = max(1, round(blocks / concurrency)) if blocks and concurrency else None
     per_block, block_source = _tokens_per_block(config, max_model_len, per_request, facts.budget)
     if blocks and per_request is None and per_block and max_model_len:
         per_request = math.ceil(max_model_len / per_block)
@@ -70,7 +70,7 @@ def live_capacity(config: CacheConfig, facts: EngineFacts) -> Capacity:
         tokens = blocks * per_block
     source = {
         "num_gpu_blocks": "observed" if blocks else "",
-        "max_concurrency": "observed" if config.kv_cache_max_concurrency else "derived" if concurrency else "",
+        "max_concurrency": "observed" if shown else "derived" if concurrency else "",
         "capacity_tokens": "observed" if config.kv_cache_size_tokens else "derived" if tokens else "",
         "max_model_len": length_source,
         "tokens_per_block": block_source,
@@ -78,8 +78,8 @@ def live_capacity(config: CacheConfig, facts: EngineFacts) -> Capacity:
     return Capacity(
         num_gpu_blocks=blocks,
         usable_blocks=blocks - 1 if blocks else None,
-        block_size_tokens=config.block_size,
-        capacity_tokens=tokens,
+        block_size_tokens=config.block_size or None,
+        capacity_tokens=tokens or None,
         max_concurrency=concurrency,
         max_model_len=max_model_len,
         blocks_per_max_len_request=per_request,
@@ -88,13 +88,39 @@ def live_capacity(config: CacheConfig, facts: EngineFacts) -> Capacity:
     )
 
 
+def contradicted_max_model_len(config: CacheConfig, facts: EngineFacts) -> int | None:
+    """The max_model_len of the page, where another one is given; None where they agree or one of them is missing."""
+    shown = _shown_max_model_len(config)
+    if shown is None or facts.max_model_len is None:
+        return None
+    return shown if abs(shown - facts.max_model_len) > 1 else None
+
+
+def _concurrency(config: CacheConfig) -> float | None:
+    """kv_cache_max_concurrency, unless it is one that no pool can have."""
+    concurrency, blocks = config.kv_cache_max_concurrency, config.num_gpu_blocks
+    if not concurrency or not blocks:
+        return concurrency or None
+    return concurrency if concurrency <= blocks and blocks / concurrency < math.inf else None
+
+
 def _max_model_len(config: CacheConfig, facts: EngineFacts) -> tuple[int | None, str]:
-    if facts.max_model_len:
+    """What is given, unless the page contradicts it: the page is of the engine that runs."""
+    if facts.max_model_len and contradicted_max_model_len(config, facts) is None:
         return facts.max_model_len, facts.source_of("max_model_len")
-    if config.kv_cache_size_tokens and config.kv_cache_max_concurrency:
-        # tokens = int(concurrency x max_model_len), so the quotient is short by less than one token
-        return math.ceil(config.kv_cache_size_tokens / config.kv_cache_max_concurrency), "derived"
-    return None, ""
+    shown = _shown_max_model_len(config)
+    return shown, "derived" if shown else ""
+
+
+def _shown_max_model_len(config: CacheConfig) -> int | None:
+    """From kv_cache_size_tokens = int(kv_cache_max_concurrency x max_model_len), so the quotient is short by a little.
+
+    Where less than one request fits, several lengths give the same product, and none is derived.
+    """
+    tokens, concurrency = config.kv_cache_size_tokens, _concurrency(config)
+    if not tokens or not concurrency or not 1 <= concurrency <= tokens:
+        return None
+    return math.ceil(tokens / concurrency - 1e-6)
 
 
 def _tokens_per_block(
