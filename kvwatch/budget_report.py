@@ -231,14 +231,13 @@ def _with_fp8(planned: Plan, engine: EngineConfig, memory: Memory) -> Layout | N
             concurrency = predict_from(other, memory.available_kv_cache_bytes_per_rank, check_fit=False).max_concurrency
     except KvwatchError:  # a combination that vLLM refuses has no factor to show
         return None
-    now = costs_of(planned).bytes_per_token
-    ratio = (
-        cost.bytes_per_token / now if now else cost.fixed_bytes_per_request / costs_of(planned).fixed_bytes_per_request
-    )
+    now = costs_of(planned)
+    before = now.bytes_per_token or now.fixed_bytes_per_request
+    after = cost.bytes_per_token if now.bytes_per_token else cost.fixed_bytes_per_request
     return Layout(
         name=f"with --kv-cache-dtype {other.engine.kv_cache_dtype}",
         bytes_per_token=cost.bytes_per_token,
-        ratio=ratio,
+        ratio=after / max(1, before),
         max_concurrency=concurrency,
     )
 

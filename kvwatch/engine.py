@@ -164,7 +164,7 @@ def resolve(engine: EngineConfig, model: ModelSpec) -> ResolvedEngine:
         watermark=_or(engine.watermark, 0.0),
         enable_prefix_caching=prefix_caching,
         disable_hybrid_kv_cache_manager=_hybrid_manager_off(engine, model, rules, assumptions),
-        mamba_cache_mode=_mamba_cache_mode(engine, prefix_caching=prefix_caching),
+        mamba_cache_mode=_mamba_cache_mode(engine, prefix_caching=prefix_caching and "state" in model.kinds),
         mamba_cache_dtype=engine.mamba_cache_dtype,
         mamba_ssm_cache_dtype=engine.mamba_ssm_cache_dtype,
         num_speculative_tokens=engine.num_speculative_tokens,

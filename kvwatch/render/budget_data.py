@@ -6,8 +6,8 @@ from typing import Any
 from kvwatch.budget import Budget, Costs, costs_of
 from kvwatch.budget_explain import steps
 from kvwatch.budget_report import BudgetReport
-from kvwatch.engine import ResolvedEngine
 from kvwatch.model.spec import ModelSpec
+from kvwatch.planning import Plan
 
 SCHEMA_VERSION = 1
 # Of the resolved engine, what is no flag.
@@ -62,10 +62,12 @@ def model_data(model: ModelSpec) -> dict[str, Any]:
     }
 
 
-def engine_data(engine: ResolvedEngine) -> dict[str, Any]:
-    """VLLM's flags, resolved, and where each that is not a fixed default came from."""
+def engine_data(planned: Plan) -> dict[str, Any]:
+    """The flags of vLLM, resolved, and where each that is not a fixed default came from."""
+    engine = planned.engine
     named = {field.name: getattr(engine, field.name) for field in fields(engine) if field.name not in _NO_FLAGS}
     named["kv_cache_dtype_skip_layers"] = list(engine.kv_cache_dtype_skip_layers)
+    named["block_size"] = planned.block_size_tokens
     device = engine.device
     named["gpu"] = None if device is None else {"name": device.name or None, "memory_bytes": device.memory_bytes}
     named["sources"] = dict(engine.sources)
