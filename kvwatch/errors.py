@@ -4,6 +4,7 @@
     ├── ExpositionError      a /metrics page that cannot be read
     ├── NoData               a metric or a span of time that is not there; a check turns it into UNKNOWN
     ├── SourceError          an address, file or folder that cannot be fetched
+    ├── SinkError            a report or alert that cannot be delivered
     ├── ModelError           a model description that cannot be used
     │   └── UnsupportedModel an architecture whose KV layout kvwatch does not know
     ├── SettingError         a flag, file key or value that cannot be used
@@ -31,6 +32,10 @@ class NoData(KvwatchError):  # noqa: N818 -- it names a condition that checks ha
 
 class SourceError(KvwatchError):
     """A source that cannot be reached or read."""
+
+
+class SinkError(KvwatchError):
+    """An address to which alerts cannot be sent."""
 
 
 class ModelError(KvwatchError):

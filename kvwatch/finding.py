@@ -28,6 +28,13 @@ def worst(statuses: "list[Status] | tuple[Status, ...]") -> Status:
     return max(statuses, key=lambda status: status.rank, default=Status.UNKNOWN)
 
 
+def overall(statuses: "list[Status] | tuple[Status, ...]") -> Status:
+    """One word for many findings: the worst problem; without one OK if most checks could be judged, else UNKNOWN."""
+    if worst(statuses) in {Status.CRITICAL, Status.WARNING}:
+        return worst(statuses)
+    return Status.OK if statuses.count(Status.OK) * 2 > len(statuses) else Status.UNKNOWN
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
     """What `evaluate` of one check returns. `evidence` maps names with units to numbers or words."""

@@ -1,0 +1,104 @@
+"""`kvwatch demo`: the agent on a recorded engine, until the verdict and beyond."""
+
+import logging
+import signal
+import threading
+import time
+
+import click
+
+from kvwatch.agent import Agent
+from kvwatch.cli.engine_flags import engine_facts
+from kvwatch.cli.options import terminal_width, wants_colour
+from kvwatch.config import Config, listen_address
+from kvwatch.demo import RecordedEngine, load_recording
+from kvwatch.errors import SourceError
+from kvwatch.finding import Status, overall
+from kvwatch.render.text import report_text
+from kvwatch.report import EngineReport, Report
+from kvwatch.server import Board, Server
+
+INTERVAL_SECONDS, WINDOW_SECONDS = 2.0, 60.0
+PATIENCE_SECONDS = 60.0
+
+
+@click.command("demo")
+@click.option(
+    "--listen",
+    metavar="HOST:PORT",
+    default="127.0.0.1:0",
+    show_default="a free port of 127.0.0.1",
+    help="Where to serve the page.",
+)
+@click.option("--exit", "leave", is_flag=True, help="Stop after the verdict instead of serving until Ctrl-C.")
+def command(listen: str, leave: bool) -> None:
+    """Run the agent on a recorded vLLM engine that is first fine and then preempts its requests again and again.
+
+    Needs no GPU, no vLLM and no network beyond this machine. The verdict comes after about 20 seconds.
+    """
+    logging.basicConfig(format="%(levelname)s %(message)s", level=logging.WARNING)
+    host, port = listen_address(listen)
+    engine = RecordedEngine(load_recording())
+    config = Config(
+        targets=(engine.url,), host=host, port=port, interval_seconds=INTERVAL_SECONDS, window_seconds=WINDOW_SECONDS
+    )
+    board = Board(interval_seconds=config.interval_seconds)
+    agent = Agent(config, facts_of=lambda made, told: engine_facts(made, told, {}), board=board)
+    server = Server(board, host=host, port=port)
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    engine.start()
+    server.start()
+    rounds = threading.Thread(target=agent.run, args=(stop,), name="rounds", daemon=True)
+    rounds.start()
+    click.echo(f"A recorded vLLM 0.32.0 with a pool of 256 blocks answers at {engine.url}", err=True)
+    click.echo(f"kvwatch agent watches it; its page is {server.url}\n", err=True)
+    try:
+        judged = _until_critical(board, stop)
+        if judged is not None:
+            _tell(judged, server.url, engine.url)
+            if not leave:
+                stop.wait()
+    finally:
+        stop.set()
+        rounds.join(1.0)
+        server.stop()
+        engine.stop()
+
+
+def _until_critical(board: Board, stop: threading.Event) -> Report | None:
+    """Tell every round until one is critical. None where the user stopped it before."""
+    started = time.monotonic()
+    told = 0.0
+    while not stop.wait(0.1):
+        posted = board.latest
+        if posted is not None and posted.at_seconds != told:
+            told = posted.at_seconds
+            click.echo(_line(time.monotonic() - started, posted.report.engines[0]), err=True)
+            if posted.report.worst is Status.CRITICAL:
+                return posted.report
+        if time.monotonic() - started > PATIENCE_SECONDS:
+            raise SourceError(f"no verdict after {PATIENCE_SECONDS:.0f} s; is this machine overloaded? Try again")
+    return None
+
+
+def _line(elapsed_seconds: float, engine: EngineReport) -> str:
+    seen = engine.observed
+    status = overall([finding.status for finding in engine.findings])
+    words = [f"{elapsed_seconds:5.0f} s  {status.value:<8}"]
+    if "running_requests" in seen:
+        words.append(f"running {seen['running_requests']:3.0f}  waiting {seen['waiting_requests']:3.0f}")
+        words.append(f"KV cache {seen['kv_cache_usage_ratio']:4.0%} held")
+    if "preemptions_per_second" in seen:
+        words.append(f"{seen['preemptions_per_second']:.2f} preemptions/s")
+    return "  ".join(words)
+
+
+def _tell(judged: Report, page_url: str, engine_url: str) -> None:
+    click.echo("", err=True)
+    click.echo(report_text(judged, width=terminal_width(), colour=wants_colour(), recommendations_first=True))
+    click.echo(f"\nThe page:        {page_url}", err=True)
+    click.echo(f"Its metrics:     {page_url}/metrics", err=True)
+    click.echo(f"The same, once:  kvwatch recommend {engine_url}", err=True)
+    click.echo("Ctrl-C ends it.", err=True)

@@ -1,0 +1,140 @@
+"""Report -> Prometheus text exposition 0.0.4 of kvwatch's own metrics.
+
+A figure that is not known has no series. Label values are configured targets, the models and engines they serve, and
+the ids of checks; prose stays out.
+"""
+
+from collections.abc import Iterator, Mapping
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from kvwatch import __version__
+from kvwatch.report import EngineReport, Report
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_ENGINE_LABELS = ("target", "model_name", "engine")
+
+CAPACITY: Mapping[str, tuple[str, str]] = {
+    "num_gpu_blocks": ("kvwatch_capacity_num_gpu_blocks", "KV-cache blocks the engine has."),
+    "usable_blocks": ("kvwatch_capacity_usable_blocks", "KV-cache blocks requests can hold: all but the null block."),
+    "capacity_tokens": ("kvwatch_capacity_tokens", "Tokens the KV cache holds, as vLLM counts them."),
+    "max_concurrency": ("kvwatch_capacity_max_concurrency", "Requests of max_model_len that fit into the KV cache."),
+}
+"""Field of Capacity -> metric and help."""
+
+RECOMMENDED: Mapping[str, tuple[str, str]] = {
+    "max_num_seqs": ("kvwatch_recommended_max_num_seqs", "Proposed --max-num-seqs."),
+    "watermark": ("kvwatch_recommended_watermark_ratio", "Proposed --watermark."),
+    "gpu_memory_utilization": (
+        "kvwatch_recommended_gpu_memory_utilization_ratio",
+        "Proposed --gpu-memory-utilization.",
+    ),
+    "kv_cache_memory_bytes": ("kvwatch_recommended_kv_cache_memory_bytes", "Proposed --kv-cache-memory-bytes."),
+    "max_model_len": ("kvwatch_recommended_max_model_len", "Proposed --max-model-len."),
+    "max_num_batched_tokens": ("kvwatch_recommended_max_num_batched_tokens", "Proposed --max-num-batched-tokens."),
+    "max_num_queued_reqs": ("kvwatch_recommended_max_num_queued_reqs", "Proposed --max-num-queued-reqs."),
+    "gateway_max_in_flight": (
+        "kvwatch_recommended_gateway_max_in_flight",
+        "Proposed cap of requests in flight on this engine, set in the gateway.",
+    ),
+    "replicas": ("kvwatch_recommended_replicas", "Proposed number of engines."),
+    "tensor_parallel_size": ("kvwatch_recommended_tensor_parallel_size", "Proposed --tensor-parallel-size."),
+}
+"""Setting of a Recommendation whose value is a number -> metric and help."""
+
+EVIDENCE: Mapping[tuple[str, str], tuple[str, str]] = {
+    ("capacity_below_budget", "budget_num_gpu_blocks"): (
+        "kvwatch_budget_num_gpu_blocks",
+        "KV-cache blocks the engine should have with its model, flags and GPU.",
+    ),
+    ("capacity_below_budget", "capacity_deviation_ratio"): (
+        "kvwatch_capacity_deviation_ratio",
+        "Live blocks against predicted blocks: 0 is as predicted, -0.1 a tenth fewer.",
+    ),
+    ("concurrency_oversubscribed", "requests_carried"): (
+        "kvwatch_requests_carried",
+        "Requests in flight, of today's lengths, that the KV cache carries without preemption.",
+    ),
+}
+"""Check and evidence -> metric and help."""
+
+
+def exposition(report: Report | None, *, at_seconds: float | None = None) -> bytes:
+    """The whole page. `at_seconds` is the unix time of the report; without a report the page has the build alone."""
+    registry = CollectorRegistry()
+    registry.register(_Families(report, at_seconds))
+    return generate_latest(registry)
+
+
+class _Families(Collector):
+    """Hands the families of one report to prometheus_client."""
+
+    def __init__(self, report: Report | None, at_seconds: float | None) -> None:
+        self._report = report
+        self._at_seconds = at_seconds
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        build = GaugeMetricFamily("kvwatch_build_info", "The kvwatch that writes this page.", labels=("version",))
+        build.add_metric((__version__,), 1)
+        yield build
+        if self._at_seconds is not None:
+            yield GaugeMetricFamily(
+                "kvwatch_report_timestamp_seconds", "Unix time of the latest report.", value=self._at_seconds
+            )
+        if self._report is not None:
+            yield from _scrapes(self._report)
+            yield from _engines(self._report)
+
+
+def _scrapes(report: Report) -> Iterator[GaugeMetricFamily]:
+    success = GaugeMetricFamily(
+        "kvwatch_scrape_success", "Whether the target's latest page could be read.", labels=("target",)
+    )
+    duration = GaugeMetricFamily(
+        "kvwatch_scrape_duration_seconds", "How long the target's latest page took.", labels=("target",)
+    )
+    for scrape in report.scrapes:
+        success.add_metric((scrape.target,), float(scrape.failure is None))
+        duration.add_metric((scrape.target,), scrape.duration_seconds)
+    yield success
+    yield duration
+
+
+def _engines(report: Report) -> Iterator[GaugeMetricFamily]:
+    status = GaugeMetricFamily(
+        "kvwatch_check_status",
+        "What a check says of an engine: 0 ok, 1 warning, 2 critical, 3 unknown.",
+        labels=(*_ENGINE_LABELS, "check"),
+    )
+    families = {
+        name: GaugeMetricFamily(name, text, labels=_ENGINE_LABELS)
+        for name, text in (*CAPACITY.values(), *EVIDENCE.values(), *RECOMMENDED.values())
+    }
+    for engine in report.engines:
+        labels = (engine.key.target, engine.key.model_name, engine.key.engine)
+        for finding in engine.findings:
+            status.add_metric((*labels, finding.check), finding.status.code)
+        for name, value in _figures(engine):
+            families[name].add_metric(labels, value)
+    yield status
+    yield from (family for family in families.values() if family.samples)
+
+
+def _figures(engine: EngineReport) -> Iterator[tuple[str, float]]:
+    """Metric name and value of every figure that is known for this engine."""
+    for field, (name, _) in CAPACITY.items():
+        value = getattr(engine.capacity, field)
+        if value is not None:
+            yield name, value
+    evidence = {(f.check, key): value for f in engine.findings for key, value in f.evidence.items()}
+    for place, (name, _) in EVIDENCE.items():
+        found = evidence.get(place)
+        if isinstance(found, (int, float)):
+            yield name, found
+    proposed = {item.setting: item.proposed for item in engine.recommendations}
+    for setting, (name, _) in RECOMMENDED.items():
+        number = proposed.get(setting)
+        if isinstance(number, (int, float)):
+            yield name, number
