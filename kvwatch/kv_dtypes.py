@@ -13,10 +13,10 @@ from kvwatch.versions import Version, version_text
 
 # Value of --kv-cache-dtype -> first version read that accepts it.
 KV_CACHE_DTYPES: dict[str, Version] = {
-    "auto": (0, 6, 0),
+    "auto": (0, 0, 0),
     "float16": (0, 18, 0),
     "bfloat16": (0, 11, 0),
-    "fp8": (0, 6, 0),
+    "fp8": (0, 0, 0),
     "fp8_e4m3": (0, 6, 0),
     "fp8_e5m2": (0, 6, 0),
     "fp8_inc": (0, 11, 0),
