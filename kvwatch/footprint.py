@@ -2,24 +2,31 @@
 
 A request in flight holds its prompt and what it has generated so far. Taken at a random moment, a request with an
 output of o tokens is found with weight o (it is in flight that long) and has generated a uniform share of o (renewal
-theory, inspection paradox). With independent prompt and output lengths p and o:
+theory, inspection paradox). With independent prompt and output lengths p and o, and u uniform:
 
-    mean live tokens      E[p] + E[o^2] / (2 E[o])
-    variance              Var[p] + E[o^3] / (3 E[o]) - (E[o^2] / (2 E[o]))^2
+    live tokens           p + u o, weighted with o: mean E[p] + E[o^2] / (2 E[o])
+    tokens at the end     p + o, each request once
 
-The demand of N requests in flight has mean N m and standard deviation s sqrt(N); the pool carries N with probability q
-if N m + z(q) s sqrt(N) <= usable blocks (normal approximation of the sum).
+Both become blocks through the model's own rule (whole blocks, windows, fixed states), request by request over 512
+evenly spread combinations of p, o and u. The demand of N requests in flight has mean N m and standard deviation
+s sqrt(N); the pool carries N with probability q if N m + z(q) s sqrt(N) <= usable blocks (normal approximation).
+
+Requests that share a prefix hold its blocks together. Where the prefix cache is hit, the mean is what running requests
+are seen to hold, though not less than what each of them cannot share.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import NormalDist
 
 from kvwatch.errors import NoData
+from kvwatch.lengths import LengthCurve, length_curve
 from kvwatch.snapshot import Histogram
 from kvwatch.vllm_metrics import (
     KV_CACHE_USAGE,
+    PREFIX_CACHE_HITS,
+    PREFIX_CACHE_QUERIES,
     REQUEST_GENERATION_TOKENS,
     REQUEST_PROMPT_TOKENS,
     REQUESTS_RUNNING,
@@ -27,23 +34,13 @@ from kvwatch.vllm_metrics import (
 )
 from kvwatch.window import Window
 
-POINTS_PER_BUCKET = 8
 MINIMUM_OBSERVATIONS = 10
+_COMBINATIONS = 512
+# Additive recurrence with the plastic number, evenly spread over the unit square beside an even first axis
+# (M. Roberts, https://extremelearning.com.au/unreasonable-effectiveness-of-quasirandom-sequences/).
+_STEP_OUTPUT, _STEP_SHARE = 0.7548776662466927, 0.5698402909980532
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lengths:
-    """A distribution of token counts: points and their weights, which sum to 1."""
-
-    tokens: tuple[float, ...]
-    weights: tuple[float, ...]
-
-    def moment(self, power: int) -> float:
-        return math.fsum(w * t**power for t, w in zip(self.tokens, self.weights, strict=True))
-
-    @property
-    def mean(self) -> float:
-        return self.moment(1)
+BlocksFor = Callable[[float], float | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,70 +72,62 @@ class Footprint:
         return low
 
 
-def lengths(histogram: Histogram, *, longest: int | None) -> Lengths:
-    """A length histogram -> points with the histogram's exact bucket counts and, where the page gives it, exact mean.
-
-    Inside every bucket the points follow lo + (hi - lo) u^a, one a for all buckets, chosen so that the mean agrees.
-    """
-    buckets = list(_buckets(histogram, longest))
-    total = math.fsum(count for _, _, count in buckets)
-    if total <= 0:
-        raise NoData("the length histogram is empty")
-    floor = math.fsum(lo * count for lo, _, count in buckets) / total
-    spread = math.fsum((hi - lo) * count for lo, hi, count in buckets) / total
-    share = 0.5
-    if histogram.sum is not None and spread > 0:
-        share = min(0.95, max(0.05, (histogram.sum / histogram.count - floor) / spread))
-    exponent = 1 / share - 1  # the mean of u^a is 1 / (a + 1)
-    steps = [((i + 0.5) / POINTS_PER_BUCKET) ** exponent for i in range(POINTS_PER_BUCKET)]
-    points = [
-        (max(1.0, lo + (hi - lo) * u), count / total / POINTS_PER_BUCKET) for lo, hi, count in buckets for u in steps
-    ]
-    return Lengths(tokens=tuple(t for t, _ in points), weights=tuple(w for _, w in points))
-
-
-def _buckets(histogram: Histogram, longest: int | None) -> Iterable[tuple[float, float, float]]:
-    """(lower, upper, count) of the buckets that have observations."""
-    lower, below = 0.0, 0.0
-    for bound, count in zip(histogram.bounds, histogram.counts, strict=True):
-        if count > below:
-            upper = bound
-            if math.isinf(bound):
-                upper = max(lower * 2, float(longest or 0), 1.0)
-            elif longest is not None and lower < longest < bound:
-                upper = float(longest)
-            yield lower, upper, count - below
-        lower, below = bound, max(below, count)
-
-
-def footprint(
-    window: Window, *, blocks_for: Callable[[float], float | None], usable_blocks: int, max_model_len: int | None
-) -> Footprint:
+def footprint(window: Window, *, blocks_for: BlocksFor, usable_blocks: int, max_model_len: int | None) -> Footprint:
     """The lengths of finished requests and the blocks that running ones hold -> Footprint.
 
-    Lengths come from the window where enough requests finished in it, else from the engine's life. The mean is raised
-    to what the running requests are seen to hold, if that is more. Raises NoData naming what is missing.
+    `blocks_for` gives the blocks of a request of so many tokens, None where the model's rule is not known. Lengths come
+    from the window where enough requests finished in it, else from the engine's life. The mean is raised to what the
+    running requests are seen to hold, if that is more. Raises NoData naming what is missing.
     """
     prompt, source = _observed(window, REQUEST_PROMPT_TOKENS)
     output, _ = _observed(window, REQUEST_GENERATION_TOKENS, source)
-    prompts, outputs = lengths(prompt, longest=max_model_len), lengths(output, longest=max_model_len)
-    progress = outputs.moment(2) / (2 * outputs.mean)
-    variance = prompts.moment(2) - prompts.mean**2 + outputs.moment(3) / (3 * outputs.mean) - progress**2
-    live_tokens = prompts.mean + progress
-    live_blocks = blocks_for(live_tokens)
-    if live_blocks is None:
-        raise NoData("blocks per token are not one number for this model: give --model and its flags")
-    tokens_per_block = live_tokens / live_blocks
-    mean = live_tokens / tokens_per_block
+    prompts, outputs = length_curve(prompt, longest=max_model_len), length_curve(output, longest=max_model_len)
+    mean, deviation, peak = _blocks(prompts, outputs, blocks_for, max_model_len)
     seen = _seen_blocks_per_running(window, usable_blocks)
+    hit_ratio = _hit_ratio(window, source)
+    if seen is not None and hit_ratio > 0:
+        own = _shortened(prompts, 1 - hit_ratio)
+        mean, deviation, _ = _blocks(own, outputs, blocks_for, max_model_len)
+    raised = max(1.0, (seen or 0.0) / mean)
     return Footprint(
-        live_blocks_mean=max(mean, seen or 0.0),
-        live_blocks_deviation=math.sqrt(max(0.0, variance)) / tokens_per_block,
-        peak_blocks_p95=_peak_p95(prompts, outputs, max_model_len) / tokens_per_block,
-        prompt_tokens_mean=prompts.mean,
-        output_tokens_mean=outputs.mean,
+        live_blocks_mean=raised * mean,
+        live_blocks_deviation=raised * deviation,
+        peak_blocks_p95=peak,
+        prompt_tokens_mean=prompts.moment(1),
+        output_tokens_mean=outputs.moment(1),
         observations=prompt.count,
         source=source,
+    )
+
+
+def _blocks(
+    prompts: LengthCurve, outputs: LengthCurve, blocks_for: BlocksFor, max_model_len: int | None
+) -> tuple[float, float, float]:
+    """Mean and standard deviation of the blocks held at a random moment, and the 95th percentile at the end."""
+    longest = float(max_model_len) if max_model_len else math.inf
+
+    def blocks(tokens: float) -> float:
+        found = blocks_for(min(longest, max(1.0, tokens)))
+        if found is None:
+            raise NoData("blocks per token are not one number for this model: give --model and its flags")
+        return float(found)
+
+    weights, live, ends = [], [], []
+    for number in range(_COMBINATIONS):
+        prompt = prompts.at((number + 0.5) / _COMBINATIONS)
+        output = outputs.at((0.5 + number * _STEP_OUTPUT) % 1)
+        weights.append(output)
+        live.append(blocks(prompt + output * ((0.5 + number * _STEP_SHARE) % 1)))
+        ends.append(blocks(prompt + output))
+    total = math.fsum(weights)
+    mean = math.fsum(w * b for w, b in zip(weights, live, strict=True)) / total
+    variance = math.fsum(w * (b - mean) ** 2 for w, b in zip(weights, live, strict=True)) / total
+    return mean, math.sqrt(variance), sorted(ends)[int(0.95 * _COMBINATIONS)]
+
+
+def _shortened(curve: LengthCurve, share: float) -> LengthCurve:
+    return LengthCurve(
+        ranks=curve.ranks, tokens=tuple(share * tokens for tokens in curve.tokens), observations=curve.observations
     )
 
 
@@ -155,27 +144,26 @@ def _observed(window: Window, metric: Metric, source: str | None = None) -> tupl
     return window.lifetime(metric), "lifetime"
 
 
+def _hit_ratio(window: Window, source: str) -> float:
+    """Share of the prompt tokens found in the prefix cache, over the span of the lengths; 0 where it is not known."""
+    try:
+        if source == "window":
+            queries, hits = window.increase(PREFIX_CACHE_QUERIES), window.increase(PREFIX_CACHE_HITS)
+        else:
+            queries, hits = window.value(PREFIX_CACHE_QUERIES), window.value(PREFIX_CACHE_HITS)
+    except NoData:
+        return 0.0
+    return min(1.0, hits / queries) if queries > 0 else 0.0
+
+
 def _seen_blocks_per_running(window: Window, usable_blocks: int) -> float | None:
-    """Blocks that running requests were seen to hold, over the snapshots in which the pool was in use."""
+    """Blocks that running requests were seen to hold, over the snapshots in which the pool was in use.
+
+    The second half of the window counts: when a load has just begun, all requests are young and hold little.
+    """
     seen = [
-        usage * usable_blocks / running
-        for snapshot in window.snapshots
+        (usage * usable_blocks, running)
+        for snapshot in window.last(window.duration_seconds / 2).snapshots
         if (usage := snapshot.get(KV_CACHE_USAGE)) and (running := snapshot.get(REQUESTS_RUNNING))
     ]
-    return math.fsum(seen) / len(seen) if seen else None
-
-
-def _peak_p95(prompts: Lengths, outputs: Lengths, max_model_len: int | None) -> float:
-    """95th percentile of prompt + output, independent, not beyond the maximum length."""
-    cap = float(max_model_len) if max_model_len else math.inf
-    sums = sorted(
-        (min(cap, p + o), wp * wo)
-        for p, wp in zip(prompts.tokens, prompts.weights, strict=True)
-        for o, wo in zip(outputs.tokens, outputs.weights, strict=True)
-    )
-    reached = 0.0
-    for tokens, weight in sums:
-        reached += weight
-        if reached >= 0.95:
-            return tokens
-    return sums[-1][0]
+    return math.fsum(blocks for blocks, _ in seen) / math.fsum(running for _, running in seen) if seen else None

@@ -79,7 +79,7 @@ class Window:
         """
         start = self.latest.at_seconds - seconds
         inside = tuple(s for s in self.snapshots if s.at_seconds > start)
-        if len(inside) == 1:
+        if len(inside) <= 1:
             inside = tuple(s for s in self.snapshots[-2:] if self.latest.at_seconds - s.at_seconds <= STALE_SECONDS)
         return Window(inside)
 
