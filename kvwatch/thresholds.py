@@ -26,6 +26,22 @@ class Thresholds:
     capacity_deviation_ratio: float = 0.05
     # The probability with which the pool must hold what a recommended number of requests in flight needs.
     pool_fits_probability: float = 0.95
+    # vLLM does not export max_num_seqs; a number of running requests that stands still this long is taken for it.
+    # Four scrapes at the usual 15 s.
+    pinned_seconds: float = 60.0
+    # Range of the rates and averages in the alert rules: a rate needs two scrapes, and five a minute apart survive a
+    # lost one.
+    alert_range_seconds: float = 300.0
+    # A condition must hold this long before its alert fires: capacity is not added in less.
+    alert_for_seconds: float = 300.0
+    # The same for critical alerts, which wake somebody: long enough for a server that restarts.
+    alert_critical_for_seconds: float = 120.0
+    # An alert stays for this long after its condition ended, so that a value around its threshold is one alert.
+    alert_keep_firing_seconds: float = 900.0
+    # The same for critical alerts: whoever mended it wants to see that it is over.
+    alert_critical_keep_firing_seconds: float = 300.0
+    # How far back the alert on missing metrics remembers that a target had them.
+    alert_remembers_seconds: float = 3600.0
 
 
 DEFAULTS = Thresholds()

@@ -22,7 +22,7 @@ Fewer requests fit than planned: queueing and preemptions start at a lower load 
 - `--kv-cache-memory-bytes` (vLLM 0.10.2 and later) fixes the pool instead of leaving it to profiling.
 """
 
-from kvwatch.checks.check import Check, EngineView
+from kvwatch.checks.check import ENGINE, AlertRule, Check, EngineView, warning
 from kvwatch.errors import NoData
 from kvwatch.finding import Status, Verdict
 from kvwatch.thresholds import Thresholds
@@ -49,4 +49,14 @@ def evaluate(view: EngineView, limits: Thresholds) -> Verdict:
     return Verdict(status=Status.OK, summary=summary, evidence=evidence)
 
 
-CHECK = Check(id="capacity_below_budget", docs=__doc__, evaluate=evaluate)
+def alert(limits: Thresholds) -> tuple[AlertRule, ...]:
+    return (
+        warning(
+            limits,
+            expr=f"kvwatch_capacity_deviation_ratio < -{limits.capacity_deviation_ratio}",
+            summary=f"the KV pool of {ENGINE} is {{{{ $value | humanizePercentage }}}} off its budget",
+        ),
+    )
+
+
+CHECK = Check(id="capacity_below_budget", docs=__doc__, evaluate=evaluate, alert=alert)

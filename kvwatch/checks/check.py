@@ -8,10 +8,12 @@ from dataclasses import dataclass
 
 from kvwatch.capacity import Capacity, EngineFacts
 from kvwatch.errors import NoData
-from kvwatch.finding import Finding, Status, Verdict
+from kvwatch.finding import Finding, Status, Verdict, alert_name
 from kvwatch.thresholds import Thresholds
 from kvwatch.window import Window
 
+# How annotations name the engine; the labels are those that recording rules and the agent set.
+ENGINE = "{{ $labels.model_name }} engine {{ $labels.engine }} on {{ or $labels.pod $labels.instance }}"
 RUNBOOK_URL = "https://github.com/kvwatch/kvwatch/blob/main/docs/checks/{check}.md"
 
 
@@ -25,12 +27,35 @@ class EngineView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AlertRule:
+    """The condition as PromQL over the series of `recording.signals`, or over those of the agent.
+
+    `summary` is a template of Prometheus (https://prometheus.io/docs/prometheus/latest/configuration/template_reference/).
+    Name, runbook address and description come from the check.
+    """
+
+    severity: Status
+    expr: str
+    for_seconds: float
+    keep_firing_for_seconds: float
+    summary: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One condition. `docs` is the runbook page: a summary line, then Meaning, Impact, Diagnosis, Mitigation."""
+    """One condition. `docs` is the runbook page: a summary line, then Meaning, Impact, Diagnosis, Mitigation.
+
+    `evaluate` judges a window, `alert` says the same to Prometheus: one rule for each severity.
+    """
 
     id: str
     docs: str
     evaluate: Callable[[EngineView, Thresholds], Verdict]
+    alert: Callable[[Thresholds], tuple[AlertRule, ...]]
+
+    @property
+    def alert_name(self) -> str:
+        return alert_name(self.id)
 
     @property
     def summary(self) -> str:
@@ -56,3 +81,30 @@ class Check:
             evidence=verdict.evidence,
             runbook=self.runbook,
         )
+
+
+def warning(limits: Thresholds, *, expr: str, summary: str) -> AlertRule:
+    """A rule that asks for somebody's day, not for their night."""
+    return AlertRule(
+        severity=Status.WARNING,
+        expr=expr,
+        for_seconds=limits.alert_for_seconds,
+        keep_firing_for_seconds=limits.alert_keep_firing_seconds,
+        summary=summary,
+    )
+
+
+def critical(limits: Thresholds, *, expr: str, summary: str) -> AlertRule:
+    """A rule that wakes somebody."""
+    return AlertRule(
+        severity=Status.CRITICAL,
+        expr=expr,
+        for_seconds=limits.alert_critical_for_seconds,
+        keep_firing_for_seconds=limits.alert_critical_keep_firing_seconds,
+        summary=summary,
+    )
+
+
+def reported(check: str, status: Status) -> str:
+    """PromQL for what an agent reports: the way of a condition that only a budget or request lengths can show."""
+    return f'kvwatch_check_status{{check="{check}"}} == {status.code}'

@@ -21,7 +21,7 @@ Preemptions follow as the running requests grow, unless enough of them end early
 - Set `--max-num-seqs` or, on vLLM 0.24 and later, `--watermark` at the next rollout.
 """
 
-from kvwatch.checks.check import Check, EngineView
+from kvwatch.checks.check import ENGINE, AlertRule, Check, EngineView, reported, warning
 from kvwatch.errors import NoData
 from kvwatch.finding import Status, Verdict
 from kvwatch.footprint import Footprint, footprint
@@ -88,4 +88,14 @@ def lasting_in_flight(window: Window) -> float:
     return min(sums)
 
 
-CHECK = Check(id="concurrency_oversubscribed", docs=__doc__, evaluate=evaluate)
+def alert(limits: Thresholds) -> tuple[AlertRule, ...]:
+    return (
+        warning(
+            limits,
+            expr=reported("concurrency_oversubscribed", Status.WARNING),
+            summary=f"{ENGINE} has more requests in flight than its KV pool can carry to their end",
+        ),
+    )
+
+
+CHECK = Check(id="concurrency_oversubscribed", docs=__doc__, evaluate=evaluate, alert=alert)

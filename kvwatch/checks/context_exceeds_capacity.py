@@ -21,10 +21,15 @@ A request that long is accepted, grows until the pool is empty, preempts everybo
 - Until then, refuse longer requests at the gateway.
 """
 
-from kvwatch.checks.check import Check, EngineView
+from kvwatch.checks.check import ENGINE, AlertRule, Check, EngineView, critical, reported
 from kvwatch.errors import NoData
 from kvwatch.finding import Status, Verdict
+from kvwatch.recording import joined, signals
 from kvwatch.thresholds import Thresholds
+from kvwatch.vllm_metrics import CACHE_CONFIG_INFO
+
+# The label kv_cache_max_concurrency (vLLM 0.24+) is blocks / blocks per request, so up to 1 the null block is lacking.
+_AT_MOST_ONE = r'kv_cache_max_concurrency=~"0|0\\..*|1|1\\.0"'
 
 
 def evaluate(view: EngineView, _limits: Thresholds) -> Verdict:
@@ -55,4 +60,16 @@ def evaluate(view: EngineView, _limits: Thresholds) -> Verdict:
     )
 
 
-CHECK = Check(id="context_exceeds_capacity", docs=__doc__, evaluate=evaluate)
+def alert(limits: Thresholds) -> tuple[AlertRule, ...]:
+    config = joined(CACHE_CONFIG_INFO, "{}", matcher=_AT_MOST_ONE).replace("\n", "\n  ")
+    return (
+        critical(
+            limits,
+            expr=f"{signals(limits).seen}\nand on (job, instance, namespace, pod, engine) (\n  {config}\n)\n"
+            f"or {reported('context_exceeds_capacity', Status.CRITICAL)}",
+            summary=f"a request of the maximum length does not fit into the KV pool of {ENGINE}",
+        ),
+    )
+
+
+CHECK = Check(id="context_exceeds_capacity", docs=__doc__, evaluate=evaluate, alert=alert)

@@ -24,8 +24,9 @@ Every client of this engine waits until its own timeout. Load balancers that loo
 - If a request longer than the pool was admitted, lower `--max-model-len` to what the pool holds.
 """
 
-from kvwatch.checks.check import Check, EngineView
+from kvwatch.checks.check import ENGINE, AlertRule, Check, EngineView, critical
 from kvwatch.finding import Status, Verdict
+from kvwatch.recording import signals
 from kvwatch.thresholds import Thresholds
 from kvwatch.vllm_metrics import (
     ENGINE_SLEEP_STATE,
@@ -69,4 +70,15 @@ def _sleeps(window: Window) -> bool:
     return window.latest.parts.get(ENGINE_SLEEP_STATE.name, {}).get("awake") == 0
 
 
-CHECK = Check(id="engine_stalled", docs=__doc__, evaluate=evaluate)
+def alert(limits: Thresholds) -> tuple[AlertRule, ...]:
+    seen = signals(limits)
+    return (
+        critical(
+            limits,
+            expr=f"{seen.held_while_stalled} > 0\nand {seen.tokens_while_stalled} == 0\nunless {seen.awake} == 0",
+            summary=f"{ENGINE} holds {{{{ $value }}}} requests and produces no token",
+        ),
+    )
+
+
+CHECK = Check(id="engine_stalled", docs=__doc__, evaluate=evaluate, alert=alert)

@@ -24,8 +24,9 @@ the pool was full for 24 seconds before the first one.
 - Lowering `--max-num-seqs` does not enlarge the pool; it only moves the queue, which helps when requests are preempted.
 """
 
-from kvwatch.checks.check import Check, EngineView
+from kvwatch.checks.check import ENGINE, AlertRule, Check, EngineView, warning
 from kvwatch.finding import Status, Verdict
+from kvwatch.recording import signals
 from kvwatch.thresholds import Thresholds
 from kvwatch.vllm_metrics import KV_CACHE_USAGE, REQUESTS_WAITING
 
@@ -64,4 +65,15 @@ def _now(usage: float, waiting: float) -> str:
     return f"{usage:.0%} of the pool held, {waiting:.0f} requests waiting"
 
 
-CHECK = Check(id="kv_cache_saturated", docs=__doc__, evaluate=evaluate)
+def alert(limits: Thresholds) -> tuple[AlertRule, ...]:
+    seen = signals(limits)
+    return (
+        warning(
+            limits,
+            expr=f"{seen.usage_mean} >= {limits.kv_cache_saturated_ratio}\nand {seen.waiting_minimum} > 0",
+            summary=f"the KV pool of {ENGINE} is {{{{ $value | humanizePercentage }}}} full and requests wait for it",
+        ),
+    )
+
+
+CHECK = Check(id="kv_cache_saturated", docs=__doc__, evaluate=evaluate, alert=alert)

@@ -24,8 +24,9 @@ silence does not mean health.
 - NVIDIA NIM of 2024 and Triton without its KV gauges do not export preemptions: kvwatch cannot judge them there.
 """
 
-from kvwatch.checks.check import Check, EngineView
+from kvwatch.checks.check import ENGINE, AlertRule, Check, EngineView, warning
 from kvwatch.finding import Status, Verdict
+from kvwatch.recording import duration, signals
 from kvwatch.thresholds import Thresholds
 from kvwatch.vllm_metrics import KV_CACHE_USAGE, PREEMPTIONS, REQUESTS_RUNNING, REQUESTS_WAITING
 
@@ -44,4 +45,28 @@ def evaluate(view: EngineView, _limits: Thresholds) -> Verdict:
     return Verdict(status=Status.OK, summary="all metrics that kvwatch needs are exposed")
 
 
-CHECK = Check(id="metrics_missing", docs=__doc__, evaluate=evaluate)
+def alert(limits: Thresholds) -> tuple[AlertRule, ...]:
+    """Three ways in which silence would pass for health: an engine lacks a series, a live target lost all of them,
+    or this Prometheus has no vLLM at all.
+    """
+    seen = signals(limits)
+    needed = ((seen.usage, KV_CACHE_USAGE), (seen.running, REQUESTS_RUNNING), (seen.waiting, REQUESTS_WAITING))
+    lacking = [
+        f'label_replace({seen.seen} unless {recorded}, "metric", "{metric.exposed}", "", "")'
+        for recorded, metric in (*needed, (seen.preemptions, PREEMPTIONS))
+    ]
+    engines = f"group by (job, instance) ({seen.seen})"
+    remembered = f"group by (job, instance) (last_over_time({seen.seen}[{duration(limits.alert_remembers_seconds)}]))"
+    lost = f"(\n  {remembered}\n  unless {engines}\n)\nand on (job, instance) (up == 1)"
+    return (
+        warning(
+            limits,
+            expr="\nor ".join((*lacking, f"({lost})", f"absent({seen.seen})")),
+            summary=f"{{{{ with $labels.metric }}}}{ENGINE} does not expose {{{{ . }}}}"
+            "{{ else }}{{ with $labels.instance }}{{ . }} answers but exposes no vLLM metric any more"
+            "{{ else }}no vLLM engine is scraped{{ end }}{{ end }}",
+        ),
+    )
+
+
+CHECK = Check(id="metrics_missing", docs=__doc__, evaluate=evaluate, alert=alert)

@@ -29,8 +29,9 @@ queue time and time to first token grow for everybody. The last admitted request
 - More pool: a larger `--gpu-memory-utilization` if memory is free, `--kv-cache-dtype fp8`, more GPUs per engine.
 """
 
-from kvwatch.checks.check import Check, EngineView
+from kvwatch.checks.check import ENGINE, AlertRule, Check, EngineView, critical, warning
 from kvwatch.finding import Status, Verdict
+from kvwatch.recording import signals
 from kvwatch.thresholds import Thresholds
 from kvwatch.vllm_metrics import PREEMPTIONS, REQUEST_SUCCESS
 
@@ -72,4 +73,15 @@ def _quiet(recent: float, lifetime: float) -> str:
     return f"{now} ({lifetime:,.0f} since the engine started are history)" if lifetime > recent else now
 
 
-CHECK = Check(id="preemptions_sustained", docs=__doc__, evaluate=evaluate)
+def alert(limits: Thresholds) -> tuple[AlertRule, ...]:
+    seen = signals(limits)
+    summary = f'{ENGINE} preempts {{{{ $value | printf "%.2f" }}}} times per finished request'
+    enough = f"and {seen.preemptions} >= {limits.preemptions_minimum}"
+    per_request = seen.preemptions_per_request
+    return (
+        warning(limits, expr=f"{per_request} >= {limits.preemptions_per_request_warning}\n{enough}", summary=summary),
+        critical(limits, expr=f"{per_request} >= {limits.preemptions_per_request_critical}\n{enough}", summary=summary),
+    )
+
+
+CHECK = Check(id="preemptions_sustained", docs=__doc__, evaluate=evaluate, alert=alert)

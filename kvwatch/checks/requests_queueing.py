@@ -23,10 +23,11 @@ Queue time is part of the time to first token of every request.
 - Deferred: raise `--max-loras`, or look at the KV connector.
 """
 
-from kvwatch.checks.check import Check, EngineView
+from kvwatch.checks.check import ENGINE, AlertRule, Check, EngineView, warning
 from kvwatch.checks.sequence_cap_reached import CHECK as SEQUENCE_CAP_REACHED
 from kvwatch.errors import NoData
 from kvwatch.finding import Status, Verdict
+from kvwatch.recording import signals
 from kvwatch.thresholds import Thresholds
 from kvwatch.vllm_metrics import KV_CACHE_USAGE, QUEUE_TIME, REQUESTS_WAITING, REQUESTS_WAITING_BY_REASON
 
@@ -84,4 +85,17 @@ def _queue_seconds(view: EngineView) -> float | None:
         return None
 
 
-CHECK = Check(id="requests_queueing", docs=__doc__, evaluate=evaluate)
+def alert(limits: Thresholds) -> tuple[AlertRule, ...]:
+    seen = signals(limits)
+    return (
+        warning(
+            limits,
+            expr=f"{seen.waiting_minimum} > 0\nand (\n"
+            f"  {seen.queue_time_mean} >= {limits.queue_time_warning_seconds}\n"
+            f"  or {seen.scheduled_rate} == 0\n)",
+            summary=f"at least {{{{ $value }}}} requests wait on {ENGINE}, longer than interactive use bears",
+        ),
+    )
+
+
+CHECK = Check(id="requests_queueing", docs=__doc__, evaluate=evaluate, alert=alert)

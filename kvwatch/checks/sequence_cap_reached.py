@@ -23,9 +23,10 @@ Queue time is added to the time to first token although the GPU's memory could c
 - Now: add replicas, or accept the queue if inter-token latency is what the cap protects.
 """
 
-from kvwatch.checks.check import Check, EngineView
+from kvwatch.checks.check import ENGINE, AlertRule, Check, EngineView, warning
 from kvwatch.errors import NoData
 from kvwatch.finding import Status, Verdict
+from kvwatch.recording import signals
 from kvwatch.thresholds import Thresholds
 from kvwatch.vllm_metrics import (
     KV_CACHE_USAGE,
@@ -56,10 +57,13 @@ def evaluate(view: EngineView, limits: Thresholds) -> Verdict:
         if lowest < known:
             return Verdict(status=Status.OK, summary=f"{lowest:.0f} of {known:.0f} sequences ran", evidence=evidence)
         return _reached(f"{known:.0f} sequences", waiting, usage, evidence)
-    if len(window.snapshots) < 3:
+    watched = view.window.last(limits.pinned_seconds)
+    if len(watched.snapshots) < 3:
         raise NoData(
             "max_num_seqs is not exposed by vLLM: give --max-num-seqs, or --window to see if running is pinned"
         )
+    lowest, highest = watched.minimum(REQUESTS_RUNNING), watched.maximum(REQUESTS_RUNNING)
+    evidence |= {"running_requests_minimum": lowest, "running_requests_maximum": highest}
     if lowest < highest or lowest <= 0:
         return Verdict(status=Status.OK, summary="the number of running requests moves", evidence=evidence)
     return _reached(f"{lowest:.0f} sequences (inferred)", waiting, usage, evidence)
@@ -84,4 +88,19 @@ def _reached(cap: str, waiting: float, usage: float, evidence: dict[str, float])
     )
 
 
-CHECK = Check(id="sequence_cap_reached", docs=__doc__, evaluate=evaluate)
+def alert(limits: Thresholds) -> tuple[AlertRule, ...]:
+    seen = signals(limits)
+    lowest, highest, known = seen.running_minimum, seen.running_maximum, seen.max_num_seqs
+    return (
+        warning(
+            limits,
+            expr=f"(\n  {lowest} >= {known}\n  or ({lowest} == {highest} unless {known})\n) > 0\n"
+            f"and {seen.waiting_minimum} > 0\n"
+            f"and {seen.usage_maximum} < {limits.kv_cache_has_room_ratio}\n"
+            f"unless {seen.deferred} >= {seen.waiting_minimum}",
+            summary=f"{ENGINE} runs {{{{ $value }}}} sequences and not more, although its KV pool has room",
+        ),
+    )
+
+
+CHECK = Check(id="sequence_cap_reached", docs=__doc__, evaluate=evaluate, alert=alert)

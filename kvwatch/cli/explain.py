@@ -14,7 +14,9 @@ def command(check: str | None) -> None:
         width = max(len(entry.id) for entry in ALL)
         click.echo("\n".join(f"{entry.id:<{width}}  {entry.summary}" for entry in ALL))
         return
-    pages = {entry.id: entry.docs for entry in ALL}
-    if check not in pages:
-        raise SettingError(f"there is no check {check!r}; the checks are: {', '.join(pages)}")
-    click.echo(f"# {check}\n\n{pages[check].strip()}")
+    checks = {entry.id: entry for entry in ALL}
+    if check not in checks:
+        raise SettingError(f"there is no check {check!r}; the checks are: {', '.join(checks)}")
+    from kvwatch.generate.reference import check_page
+
+    click.echo(check_page(checks[check]), nl=False)

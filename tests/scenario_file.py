@@ -1,0 +1,186 @@
+"""Scenario files: series in promtool's notation, judged by kvwatch's checks and by promtool with the alert rules.
+
+    # Why this scenario exists: what a wrong rule would do with it.
+    interval_seconds: 15
+    series:
+      'vllm:kv_cache_usage_perc{engine="0",model_name="m"}': '0.5x9 0.98x20'
+    facts: {max_num_seqs: 64}                 # optional: what the operator told kvwatch
+    expect:
+      kv_cache_saturated: warning             # every engine, or by engine: {"0": ok, "1": warning}
+
+A check that is not listed must be silent: ok or unknown in Python, no alert in promtool.
+"""
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from kvwatch import checks
+from kvwatch.capacity import EngineFacts, live_capacity
+from kvwatch.checks.check import Check, EngineView
+from kvwatch.errors import ExpositionError
+from kvwatch.exposition import read_samples
+from kvwatch.finding import Finding, Status
+from kvwatch.snapshot import EngineKey, Snapshot, snapshots
+from kvwatch.thresholds import DEFAULTS, Thresholds
+from kvwatch.window import windows
+
+FOLDER = Path(__file__).parent / "scenarios"
+FIRING = (Status.WARNING, Status.CRITICAL)
+
+_NUMBER = r"-?(?:\d+(?:\.\d+)?(?:e[+-]?\d+)?|Inf|NaN)"
+_ITEM = re.compile(rf"(?P<start>{_NUMBER}|_|stale)(?:(?P<step>[+-]{_NUMBER.removeprefix('-?')}))?(?:x(?P<times>\d+))?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    name: str
+    reason: str
+    interval_seconds: int
+    series: Mapping[str, str]
+    expect: Mapping[str, Any]
+    facts: EngineFacts = field(default_factory=EngineFacts)
+
+    @property
+    def steps(self) -> int:
+        return max(len(expand(notation)) for notation in self.series.values())
+
+    @property
+    def end_seconds(self) -> int:
+        return (self.steps - 1) * self.interval_seconds
+
+    def expected(self, check: str, engine: str) -> Status | None:
+        """What one engine must show; None where the check must be silent, whether ok or unknown."""
+        status = self.expect.get(check)
+        if isinstance(status, Mapping):
+            status = status.get(engine)
+        return None if status is None else Status(status)
+
+
+def load(path: Path) -> Scenario:
+    text = path.read_text()
+    reason, _, _ = text.partition("\n")
+    assert reason.startswith("# "), f"{path.name} must start with its reason as a comment"
+    content = yaml.safe_load(text)
+    return Scenario(
+        name=path.stem,
+        reason=reason.removeprefix("# "),
+        interval_seconds=content["interval_seconds"],
+        series=content["series"],
+        expect=content["expect"],
+        facts=EngineFacts(**content.get("facts", {})),
+    )
+
+
+def load_all() -> tuple[Scenario, ...]:
+    return tuple(load(path) for path in sorted(FOLDER.glob("*.yaml")))
+
+
+def expand(notation: str) -> list[float | None]:
+    """promtool's series notation -> one value per step; None where there is no sample.
+
+    `1x4` is five samples of 1, `1+2x3` is 1 3 5 7, `_x4` four missing ones, `stale` marks the end of a series.
+    """
+    values: list[float | None] = []
+    for item in notation.split():
+        match = _ITEM.fullmatch(item)
+        assert match, f"{item!r} is not promtool's notation"
+        start, step, times = match["start"], match["step"], int(match["times"] or 0)
+        if start in {"_", "stale"}:
+            values += [None] * max(1, times)
+        else:
+            values += [float(start) + float(step or 0) * i for i in range(times + 1)]
+    return values
+
+
+# The Python side ----------------------------------------------------------------------------------------------------
+
+
+def pages(scenario: Scenario) -> Iterable[tuple[float, str]]:
+    """(seconds, /metrics page) of every step. A page without samples is one that could not be fetched."""
+    columns = {series: expand(notation) for series, notation in scenario.series.items()}
+    for step in range(scenario.steps):
+        lines = [
+            f"{series} {_text(values[step])}\n"
+            for series, values in columns.items()
+            if step < len(values) and values[step] is not None
+        ]
+        yield step * scenario.interval_seconds, "".join(lines)
+
+
+def findings(scenario: Scenario, limits: Thresholds = DEFAULTS) -> dict[EngineKey, tuple[Finding, ...]]:
+    """What kvwatch says of every engine at the end, over the range that the alert rules look at."""
+    seen: list[Snapshot] = []
+    for at_seconds, page in pages(scenario):
+        try:
+            seen.extend(snapshots(read_samples(page), at_seconds=at_seconds))
+        except ExpositionError:
+            continue  # no page at this step, as while a server restarts
+    judged = {}
+    for window in windows(seen):
+        recent = window.last(limits.alert_range_seconds)
+        capacity = live_capacity(recent.latest.cache_config, scenario.facts)
+        view = EngineView(window=recent, capacity=capacity, facts=scenario.facts)
+        judged[window.key] = checks.evaluate_all(view, limits)
+    return judged
+
+
+def _text(value: float | None) -> str:
+    assert value is not None
+    return "NaN" if math.isnan(value) else repr(value)
+
+
+# The promtool side --------------------------------------------------------------------------------------------------
+
+
+def promtool_test(scenario: Scenario, rules: Path, groups: Iterable[str]) -> dict[str, Any]:
+    """A promtool unit test: exactly the expected alerts fire at the end, on the expected engines."""
+    return {
+        "rule_files": [str(rules)],
+        "evaluation_interval": "1m",
+        "group_eval_order": list(groups),
+        "tests": [
+            {
+                "interval": f"{scenario.interval_seconds}s",
+                "input_series": input_series(scenario),
+                "promql_expr_test": [
+                    {
+                        "expr": 'group by (alertname, engine, severity) (ALERTS{alertstate="firing"})',
+                        "eval_time": f"{scenario.end_seconds}s",
+                        "exp_samples": [
+                            {"labels": f'{{alertname="{name}",engine="{engine}",severity="{severity}"}}', "value": 1}
+                            for name, engine, severity in sorted(expected_alerts(scenario))
+                        ],
+                    }
+                ],
+            }
+        ],
+    }
+
+
+def input_series(scenario: Scenario) -> list[dict[str, str]]:
+    return [{"series": series, "values": notation} for series, notation in scenario.series.items()]
+
+
+def expected_alerts(scenario: Scenario) -> set[tuple[str, str, str]]:
+    """(alert, engine, severity). A critical condition is a warning too, where the check has a rule for it."""
+    return {
+        (check.alert_name, key.engine, rule.severity.value)
+        for key in findings(scenario)
+        for check in checks.ALL
+        for rule in check.alert(DEFAULTS)
+        if _reaches(scenario.expected(check.id, key.engine), rule.severity)
+    }
+
+
+def _reaches(status: Status | None, severity: Status) -> bool:
+    return status is not None and status in FIRING and status.rank >= severity.rank
+
+
+def check_named(name: str) -> Check:
+    return next(check for check in checks.ALL if check.id == name)

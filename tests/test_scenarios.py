@@ -1,0 +1,179 @@
+"""Every scenario judged twice: by the checks and, through promtool, by the alert rules."""
+
+import subprocess
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import scenario_file
+import yaml
+from parts import binary
+from scenario_file import FIRING, Scenario
+
+from kvwatch import checks
+from kvwatch.finding import Status
+from kvwatch.generate import rules
+from kvwatch.thresholds import DEFAULTS, Thresholds
+
+SCENARIOS = {scenario.name: scenario for scenario in scenario_file.load_all()}
+GROUPS = (rules.RECORDING_GROUP, rules.ALERT_GROUP)
+
+# What vLLM's own metrics cannot show Prometheus; their alerts read what the agent reports.
+ONLY_THE_AGENT_KNOWS = {"concurrency_oversubscribed", "capacity_below_budget"}
+
+
+def promtool(folder: Path, test: dict[str, Any]) -> "subprocess.CompletedProcess[str]":
+    program = binary("promtool")
+    file = folder / "test.yaml"
+    file.write_text(yaml.safe_dump(test, sort_keys=False))
+    return subprocess.run([program, "test", "rules", file], capture_output=True, text=True, check=False)
+
+
+def rule_file(folder: Path, limits: Thresholds = DEFAULTS) -> Path:
+    file = folder / "rules.yaml"
+    file.write_text(rules.to_yaml(rules.rule_file(limits)))
+    return file
+
+
+def disagreements(scenario: Scenario, limits: Thresholds = DEFAULTS) -> list[str]:
+    """Findings that are not what the scenario expects."""
+    wrong = []
+    for key, found in scenario_file.findings(scenario, limits).items():
+        for finding in found:
+            expected = scenario.expected(finding.check, key.engine)
+            agrees = finding.status is expected if expected else finding.status not in FIRING
+            if not agrees:
+                wrong.append(f"{key}: {finding.check} is {finding.status.value}: {finding.summary}")
+    return wrong
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_the_checks_find_what_a_scenario_expects(name: str) -> None:
+    assert [] == disagreements(SCENARIOS[name])
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_the_alerts_that_fire_are_those_a_scenario_expects(name: str, tmp_path: Path) -> None:
+    scenario = SCENARIOS[name]
+    done = promtool(tmp_path, scenario_file.promtool_test(scenario, rule_file(tmp_path), GROUPS))
+    assert 0 == done.returncode, done.stderr
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A wrong threshold, and the scenario that must notice it. `python` and `promql` say on which side."""
+
+    change: dict[str, float]
+    scenario: str
+    python: bool = True
+    promql: bool = True
+
+    def __str__(self) -> str:
+        changes = "-".join(f"{name}={value:g}" for name, value in self.change.items())
+        return f"{changes}-{self.scenario}"
+
+
+MUTATIONS = (
+    Mutation({"kv_cache_saturated_ratio": 0.97}, "barely_full_and_queueing"),
+    Mutation({"kv_cache_saturated_ratio": 0.93}, "nearly_full_and_queueing"),
+    Mutation({"preemptions_minimum": 6}, "five_preemptions"),
+    Mutation({"preemptions_minimum": 2}, "two_preemptions"),
+    Mutation({"preemptions_per_request_warning": 0.03}, "some_preemptions"),
+    Mutation({"preemptions_per_request_warning": 0.015}, "few_preemptions"),
+    Mutation({"preemptions_per_request_critical": 0.15}, "many_preemptions"),
+    Mutation({"preemptions_per_request_critical": 0.07}, "less_than_many_preemptions"),
+    Mutation({"queue_time_warning_seconds": 1.3}, "queue_of_a_second_and_more"),
+    Mutation({"queue_time_warning_seconds": 0.7}, "queue_below_a_second"),
+    Mutation({"kv_cache_has_room_ratio": 0.86}, "batch_at_its_cap_with_little_room"),
+    Mutation({"kv_cache_has_room_ratio": 0.94}, "batch_pinned_by_the_pool"),
+    Mutation({"stall_seconds": 600}, "worker_hangs"),
+    Mutation({"stall_seconds": 20}, "long_prefill", promql=False),  # its alert also waits, alert_critical_for_seconds
+    Mutation({"hold_seconds": 10}, "full_with_a_queue_that_blinks_fast", promql=False),
+    Mutation({"pinned_seconds": 30}, "batch_at_its_cap", promql=False),  # promtool looks over alert_range_seconds
+    Mutation({"alert_range_seconds": 45, "alert_for_seconds": 0}, "queue_blinks_every_two_minutes", python=False),
+    Mutation({"alert_for_seconds": 3600}, "full_and_queueing", python=False),
+    Mutation({"alert_critical_for_seconds": 3600}, "worker_hangs", python=False),
+)
+
+
+@pytest.mark.parametrize("mutation", [m for m in MUTATIONS if m.python], ids=str)
+def test_a_changed_threshold_is_noticed_by_the_checks(mutation: Mutation) -> None:
+    changed = replace(DEFAULTS, **mutation.change)  # type: ignore[arg-type]
+    assert disagreements(SCENARIOS[mutation.scenario], changed)
+
+
+@pytest.mark.parametrize("mutation", [m for m in MUTATIONS if m.promql], ids=str)
+def test_a_changed_threshold_is_noticed_by_the_alerts(mutation: Mutation, tmp_path: Path) -> None:
+    changed = replace(DEFAULTS, **mutation.change)  # type: ignore[arg-type]
+    test = scenario_file.promtool_test(SCENARIOS[mutation.scenario], rule_file(tmp_path, changed), GROUPS)
+    done = promtool(tmp_path, test)
+    assert 1 == done.returncode
+    assert "FAILED" in done.stderr
+
+
+def test_every_check_has_one_scenario_that_fires_and_two_that_do_not() -> None:
+    for check in checks.ALL:
+        if check.id in ONLY_THE_AGENT_KNOWS:
+            continue
+        statuses = [str(scenario.expect.get(check.id)) for scenario in SCENARIOS.values()]
+        firing = [s for s in statuses if "warning" in s or "critical" in s]
+        silent = [s for s in statuses if s == "ok"]
+        assert len(firing) >= 1, check.id
+        assert len(silent) >= 2, check.id
+
+
+def test_every_severity_of_a_check_fires_in_some_scenario() -> None:
+    for check in checks.ALL:
+        if check.id in ONLY_THE_AGENT_KNOWS:
+            continue
+        expected = {str(scenario.expect.get(check.id)) for scenario in SCENARIOS.values()}
+        assert {rule.severity.value for rule in check.alert(DEFAULTS)} <= expected, check.id
+
+
+def test_a_scenario_names_only_checks_and_statuses_that_exist() -> None:
+    known = {check.id for check in checks.ALL}
+    statuses = {status.value for status in Status}
+    for scenario in SCENARIOS.values():
+        assert set(scenario.expect) <= known, scenario.name
+        for status in scenario.expect.values():
+            for one in status.values() if isinstance(status, dict) else [status]:
+                assert one in statuses, scenario.name
+
+
+@pytest.mark.parametrize(
+    ("notation", "values"),
+    [
+        ("1x2", [1, 1, 1]),
+        ("1+2x3", [1, 3, 5, 7]),
+        ("9-2.5x2 -1", [9, 6.5, 4, -1]),
+        ("0.5 _ 1e3 _x2 2", [0.5, None, 1000, None, None, 2]),
+        ("1 stale 2", [1, None, 2]),
+    ],
+)
+def test_the_notation_means_what_promtool_takes_it_for(
+    notation: str, values: list[float | None], tmp_path: Path
+) -> None:
+    assert values == scenario_file.expand(notation)
+    present = [(step, value) for step, value in enumerate(values) if value is not None]
+    samples = [
+        # a range of a second before the step holds the sample of that step only
+        {
+            "expr": "last_over_time(x[1s])",
+            "eval_time": f"{step}m",
+            "exp_samples": [] if value is None else [{"labels": "x", "value": value}],
+        }
+        for step, value in enumerate(values)
+    ]
+    count = {
+        "expr": "count_over_time(x[1h])",
+        "eval_time": f"{len(values)}m",
+        "exp_samples": [{"labels": "{}", "value": len(present)}],
+    }
+    group = {
+        "interval": "1m",
+        "input_series": [{"series": "x", "values": notation}],
+        "promql_expr_test": [*samples, count],
+    }
+    done = promtool(tmp_path, {"rule_files": [], "tests": [group]})
+    assert 0 == done.returncode, done.stderr
