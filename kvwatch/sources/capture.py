@@ -11,9 +11,12 @@ SUFFIX = ".prom"
 
 
 def page_times(folder: Path) -> list[tuple[int, Path]]:
-    """(unix milliseconds, file) of every page, ascending. Raises SourceError if there is none."""
+    """(unix milliseconds, file) of every page, ascending. Raises SourceError if there is none.
+
+    Ten digits are seconds, as `date +%s` gives them: as milliseconds they would lie in 1970.
+    """
     try:
-        pages = sorted((int(path.stem), path) for path in folder.iterdir() if _is_page(path))
+        pages = sorted((_unix_ms(path.stem), path) for path in folder.iterdir() if _is_page(path))
     except OSError as error:
         raise SourceError(f"{folder}: {error.strerror}") from error
     if not pages:
@@ -28,8 +31,8 @@ def read_capture(folder: Path, *, target: str, notes: list[str]) -> Iterator[Sna
     for unix_ms, path in pages:
         try:
             yield from read_page(path, at_seconds=unix_ms / 1000, target=target)
-        except ExpositionError as error:
-            unreadable.append(f"{path.name}: {error}")
+        except (ExpositionError, SourceError) as error:
+            unreadable.append(f"{path.name}: {str(error).removeprefix(f'{path}: ')}")
     if len(unreadable) == len(pages):
         raise SourceError(f"{folder}: none of its {len(pages)} pages can be read; the first: {unreadable[0]}")
     if unreadable:
@@ -47,4 +50,8 @@ def read_page(path: Path, *, at_seconds: float, target: str) -> tuple[Snapshot, 
 
 
 def _is_page(path: Path) -> bool:
-    return path.suffix == SUFFIX and path.stem.isdigit()
+    return path.suffix == SUFFIX and path.stem.isascii() and path.stem.isdigit()
+
+
+def _unix_ms(digits: str) -> int:
+    return int(digits) * 1000 if len(digits) == 10 else int(digits)

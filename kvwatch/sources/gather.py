@@ -15,6 +15,8 @@ from kvwatch.sources import Source
 from kvwatch.sources.capture import read_capture, read_page
 
 MAX_PARALLEL_SCRAPES = 16
+HISTORY_SECONDS = 300.0
+"""Five scrapes at the slowest usual interval of a minute."""
 
 
 @dataclass(slots=True)
@@ -33,18 +35,21 @@ def gather(
     window_seconds: float,
     headers: Mapping[str, str],
     progress: Callable[[float, float], None],
+    history_seconds: float = HISTORY_SECONDS,
 ) -> Gathered:
     """Read all sources. Live ones are sampled over the window; `progress(elapsed, total)` is told as time passes.
 
+    `history_seconds` is the span asked of a Prometheus-compatible history. A source given twice is read once.
     A source that cannot be read is a failure, and the rest is still returned; raises the error if nothing was read.
     """
     found = Gathered()
     errors: list[KvwatchError] = []
+    sources = tuple({(source.kind, source.where): source for source in reversed(sources)}.values())[::-1]
     for source in sources:
         if source.is_live:
             continue
         try:
-            found.snapshots += _read_once(source, window_seconds, found)
+            found.snapshots += _read_once(source, history_seconds, headers, found)
         except KvwatchError as error:
             errors.append(_named(error, source))
     live = [source for source in sources if source.is_live]
@@ -56,7 +61,7 @@ def gather(
     return found
 
 
-def _read_once(source: Source, window_seconds: float, found: Gathered) -> list[Snapshot]:
+def _read_once(source: Source, history_seconds: float, headers: Mapping[str, str], found: Gathered) -> list[Snapshot]:
     if source.kind == "folder":
         return list(read_capture(Path(source.where), target=source.given, notes=found.notes))
     if source.kind == "file":
@@ -65,7 +70,13 @@ def _read_once(source: Source, window_seconds: float, found: Gathered) -> list[S
     if source.kind == "prometheus":
         from kvwatch.sources.prometheus import read_history  # noqa: PLC0415 -- needs the extra `fleet`
 
-        return read_history(source.where, window_seconds=window_seconds, now_seconds=time.time(), notes=found.notes)
+        return read_history(
+            source.where,
+            window_seconds=history_seconds,
+            now_seconds=time.time(),
+            headers=headers,
+            notes=found.notes,
+        )
     body = sys.stdin.buffer.read(MAX_PAGE_BYTES + 1)
     return list(snapshots(read_samples(decode(body)), at_seconds=time.time(), target="stdin"))
 
@@ -94,10 +105,9 @@ def _sample(
             return _named(error, source)
 
     with ThreadPoolExecutor(max_workers=min(len(live), MAX_PARALLEL_SCRAPES)) as pool:
-        for source, facts in zip(live, pool.map(lambda s: scrapers[s].facts(), live), strict=True):
-            found.facts[source.given] = facts
-        for round_number in range(sample_count(window_seconds)):
-            _wait_until(started + round_number * interval, started, window_seconds, progress)
+        last, number = sample_count(window_seconds) - 1, 0
+        while number <= last:
+            _wait_until(started + number * interval, started, window_seconds, progress)
             for source, result in zip(live, pool.map(scrape, live), strict=True):
                 if isinstance(result, KvwatchError):
                     last_error[source] = result
@@ -106,6 +116,14 @@ def _sample(
                     found.snapshots += result
             if not read:
                 break  # nothing answers: say so at once instead of after the window
+            if number == last:
+                break
+            # a slow server's missed rounds are not made up for, but the last round is
+            missed = int((time.monotonic() - started) / interval) if interval else 0
+            number = min(last, max(number + 1, missed + 1))
+        answering = [source for source in live if source in read]
+        for source, facts in zip(answering, pool.map(lambda s: scrapers[s].facts(), answering), strict=True):
+            found.facts[source.given] = facts
     progress(window_seconds, window_seconds)
     for scraper in scrapers.values():
         scraper.close()
