@@ -8,7 +8,6 @@ import logging
 import math
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import TypeAlias
 
@@ -72,7 +71,7 @@ class Watch:
         self._interval_seconds = config.interval_seconds
         # one interval and a quarter more than the window, so that it is covered whatever the jitter
         self._kept_seconds = config.window_seconds + 1.25 * config.interval_seconds
-        self._kept: deque[Snapshot] = deque()
+        self.snapshots: tuple[Snapshot, ...] = ()  # of all engines, ascending in time; replaced, never changed
         self._shown: frozenset[EngineKey] = frozenset()
         self._scraper = Scraper(source.where, headers=dict(headers))
         self._facts_scraper = Scraper(source.where, headers=dict(headers))
@@ -107,12 +106,8 @@ class Watch:
             self._refresh_facts(deadline_seconds)
         return Scrape(target=self.target, at_seconds=attempt.at_seconds, duration_seconds=waited, failure=failure)
 
-    @property
-    def snapshots(self) -> tuple[Snapshot, ...]:
-        return tuple(self._kept)
-
     def engines(self) -> set[EngineKey]:
-        return {snapshot.key for snapshot in self._kept}
+        return {snapshot.key for snapshot in self.snapshots}
 
     def failures(self) -> dict[EngineKey, str]:
         """Why engines of this target have no current page: none could be read, or theirs is no longer on it."""
@@ -127,22 +122,23 @@ class Watch:
         self._facts_scraper.close()
 
     def _take_in(self, pages: tuple[Snapshot, ...]) -> None:
-        at = pages[0].at_seconds
-        if self._kept and at <= self._kept[-1].at_seconds:
+        at, kept = pages[0].at_seconds, self.snapshots
+        if kept and at <= kept[-1].at_seconds:
             _LOG.warning("%s: the clock of this host went back; the window starts anew", self.target)
-            self._kept.clear()
+            kept = ()
         self._shown = frozenset(page.key for page in pages)
-        if self._restarted(pages):
+        if self._restarted(kept, pages):
             _LOG.info("%s: the engine restarted", self.target)
             self.facts, self._facts_due_seconds = EngineFacts(), -math.inf
-            self._kept = deque(kept for kept in self._kept if kept.key in self._shown)
-        self._kept.extend(pages)
-        while self._kept[0].at_seconds < at - self._kept_seconds:
-            self._kept.popleft()
+            kept = tuple(snapshot for snapshot in kept if snapshot.key in self._shown)
+        oldest = at - self._kept_seconds
+        self.snapshots = (*(snapshot for snapshot in kept if snapshot.at_seconds >= oldest), *pages)
 
-    def _restarted(self, pages: tuple[Snapshot, ...]) -> bool:
-        last = {kept.key: kept for kept in self._kept}
-        before = {kept.process_start_seconds for kept in last.values()}
+    @staticmethod
+    def _restarted(kept: tuple[Snapshot, ...], pages: tuple[Snapshot, ...]) -> bool:
+        """Whether a new process wrote these pages: it started at another time, or a counter fell."""
+        last = {snapshot.key: snapshot for snapshot in kept}
+        before = [snapshot.process_start_seconds for snapshot in last.values()]
         started = pages[0].process_start_seconds
         if started is not None and before and not any(old is None or abs(started - old) <= 1 for old in before):
             return True
@@ -185,6 +181,7 @@ class Agent:
         )
         self._tracker = Tracker(patience, lifetime_seconds=lifetime)
         self._sinks = [Alertmanager(url) for url in config.alertmanagers]
+        self._scrapes: tuple[Scrape, ...] = ()
         self._worst: Status | None = None
 
     def run(self, stop: threading.Event) -> None:
@@ -205,22 +202,26 @@ class Agent:
         deadline = started + SCRAPE_SHARE * self._config.interval_seconds
         for watch in self._watches:
             watch.start()
-        scrapes = [watch.finish(started, deadline) for watch in self._watches]
+        self._scrapes = tuple(watch.finish(started, deadline) for watch in self._watches)
+        judged = self.judge()
+        self._publish(judged)
+        return judged
+
+    def judge(self) -> Report:
+        """The report of what the latest rounds showed."""
         made = windows(snapshot for watch in self._watches for snapshot in watch.snapshots)
         failures: dict[EngineKey, str] = {}
         told: dict[str, EngineFacts] = {}
         for watch in self._watches:
             failures.update(watch.failures())
             told.update({key.target: watch.facts for key in watch.engines()})
-        judged = report(
+        return report(
             made,
             facts=self._facts_of(made, told),
             limits=self._config.limits,
-            scrapes=scrapes,
+            scrapes=self._scrapes,
             failures=failures,
         )
-        self._publish(judged)
-        return judged
 
     def close(self) -> None:
         for sink in self._sinks:

@@ -10,6 +10,7 @@ from datetime import datetime, timezone
 from html import escape
 
 from kvwatch import __version__
+from kvwatch.checks import ALL
 from kvwatch.finding import Finding, Status, overall
 from kvwatch.recommend import Recommendation
 from kvwatch.render.html_assets import SCRIPT, STYLE
@@ -22,6 +23,7 @@ _ICON_COLOUR = {
     Status.WARNING: "%23d98300",
     Status.CRITICAL: "%23c5221f",
 }
+_MEANING = {check.id: check.summary.rstrip(".") for check in ALL}
 _BAD = (Status.CRITICAL, Status.WARNING)
 
 
@@ -37,7 +39,7 @@ def report_html(
     `report` is None before the first round. `stale` says why the report is not what is now: then nothing in it is
     called current.
     """
-    status, sentence, now = _verdict(report, stale)
+    status, headline, more = _verdict(report, stale)
     old = " class='is-old'" if stale else ""
     live = f" data-interval='{max(1.0, interval_seconds):g}'" if interval_seconds else ""
     parts = [
@@ -50,7 +52,7 @@ def report_html(
         f"<title>{_WORD[status]} - kvwatch</title><link rel='icon' href=\"{_icon(status)}\">",
         f"<style>{STYLE}</style></head><body{old}{live}>",
         f"<header><p class='lost' hidden></p><div class='verdict {status.value}'>",
-        f"<p><span class='word'>{_WORD[status]}</span></p><h1>{escape(sentence)}</h1>{now}",
+        f"<p><span class='word'>{_WORD[status]}</span></p><h1>{escape(headline)}</h1>{more}",
         f"<p class='soft'>{_as_of(report, at_seconds)}</p></div></header>",
         f"<main>{_body(report)}</main>",
         f"<footer class='soft'>kvwatch {escape(__version__)}{_links(interval_seconds)}</footer>",
@@ -64,7 +66,7 @@ def report_html(
 
 
 def _verdict(report: Report | None, stale: str | None) -> tuple[Status, str, str]:
-    """Status, the sentence, and what to do now as HTML."""
+    """Status, the headline, and under it what was measured and what to do now, as HTML."""
     if report is None:
         return Status.UNKNOWN, "No data yet: the first round of scrapes is not finished", ""
     if stale:
@@ -74,7 +76,10 @@ def _verdict(report: Report | None, stale: str | None) -> tuple[Status, str, str
     findings = [(engine, finding) for engine in report.engines for finding in engine.findings]
     if report.worst in _BAD:
         engine, finding = next((e, f) for e, f in findings if f.status is report.worst)
-        return report.worst, f"{finding.check}: {finding.summary}", _first_change(engine)
+        where = f" ({engine.key}, {engine.key.target})" if len(report.engines) > 1 else ""
+        measured = f"<p>{escape(finding.summary + where)}</p>"
+        headline = _MEANING[finding.check] if engine.observed else "There is no current page of an engine"
+        return report.worst, headline, measured + _first_change(engine)
     statuses = [finding.status for _, finding in findings]
     known = statuses.count(Status.OK)
     sentence = f"No problem found: {known} of {len(findings)} checks ok, {len(findings) - known} unknown"
@@ -95,7 +100,8 @@ def _as_of(report: Report | None, at_seconds: float | None) -> str:
     if report is not None:
         count = len(report.engines)
         words.append(f"{count} engine{'s' if count != 1 else ''}")
-        words.append(f"over {report.window_seconds:.0f} s" if report.window_seconds > 0 else "on a single page")
+        if any(engine.observed for engine in report.engines):
+            words.append(f"over {report.window_seconds:.0f} s" if report.window_seconds > 0 else "on a single page")
     return ", ".join(words)
 
 
@@ -138,22 +144,21 @@ def _fleet(engines: Sequence[EngineReport]) -> str:
     """One row per engine, so that the bad ones of many are found."""
     rows = []
     for number, engine in enumerate(engines):
-        bad = [finding.check for finding in engine.findings if finding.status in _BAD]
+        bad = ", ".join(finding.check for finding in engine.findings if finding.status in _BAD)
         seen, status = engine.observed, overall([finding.status for finding in engine.findings])
         rows.append(
-            f"<tr><td><span class='word {status.value}'>{_WORD[status]}</span></td>"
-            f"<td><a href='#e{number}'>{escape(str(engine.key))}</a>"
+            f"<tr><td><span class='word {status.value}'>{_WORD[status]}</span> "
+            f"<a href='#e{number}'>{escape(str(engine.key))}</a> {escape(bad)}"
             f"<br><span class='soft'>{escape(engine.key.target)}</span></td>"
             f"<td class='number'>{_count(seen.get('running_requests'))}</td>"
             f"<td class='number'>{_count(seen.get('waiting_requests'))}</td>"
-            f"<td class='number'>{_share(seen.get('kv_cache_usage_ratio'))}</td>"
-            f"<td class='wide'>{escape(', '.join(bad))}</td></tr>"
+            f"<td class='number'>{_share(seen.get('kv_cache_usage_ratio'))}</td></tr>"
         )
     head = (
-        "<tr><th></th><th>engine</th><th class='number'>running</th><th class='number'>waiting</th>"
-        "<th class='number'>KV</th><th class='wide'>found</th></tr>"
+        "<tr><th>engine</th><th class='number'>running</th><th class='number'>waiting</th>"
+        "<th class='number'>KV</th></tr>"
     )
-    return f"<section class='engine fleet'><table>{head}{''.join(rows)}</table></section>"
+    return f"<section class='engine'><table class='fleet'>{head}{''.join(rows)}</table></section>"
 
 
 def _engine(engine: EngineReport, anchor: str) -> str:
@@ -165,10 +170,10 @@ def _engine(engine: EngineReport, anchor: str) -> str:
         f"<p class='soft'>{escape(_subtitle(engine))}</p>",
         _vitals(engine),
         _section("Found", [_finding(finding, anchor) for finding in bad]),
-        _section("Now, without a restart", [_recommendation(item) for item in now]),
+        _section("Now, without a restart", [_recommendation(item, anchor) for item in now]),
         _section(
             "At the next rollout (a restart drops the cache and running requests)",
-            [_recommendation(item) for item in later],
+            [_recommendation(item, anchor) for item in later],
         ),
         _section(
             "Not decided",
@@ -198,12 +203,12 @@ def _vitals(engine: EngineReport) -> str:
     tiles = [
         ("running", _count(seen.get("running_requests")), ""),
         ("waiting", _count(seen.get("waiting_requests")), ""),
-        ("KV cache held", _share(seen.get("kv_cache_usage_ratio")), _bar(seen.get("kv_cache_usage_ratio"))),
-        ("preemptions/s", _rate(seen.get("preemptions_per_second")), ""),
+        ("KV held", _share(seen.get("kv_cache_usage_ratio")), _bar(seen.get("kv_cache_usage_ratio"))),
+        ("preempt/s", _rate(seen.get("preemptions_per_second")), ""),
         ("tokens/s out", _count(seen.get("generation_tokens_per_second")), ""),
         ("TTFT p95", _seconds(seen.get("time_to_first_token_p95_seconds")), ""),
-        ("between tokens p95", _seconds(seen.get("inter_token_latency_p95_seconds")), ""),
-        ("pool", f"{capacity.num_gpu_blocks:,} blocks" if capacity.num_gpu_blocks else "", ""),
+        ("ITL p95", _seconds(seen.get("inter_token_latency_p95_seconds")), ""),
+        ("pool blocks", _count(capacity.num_gpu_blocks), ""),
     ]
     shown = [f"<div><dt>{name}</dt><dd>{text}</dd>{more}</div>" for name, text, more in tiles if text]
     return f"<dl class='vitals'>{''.join(shown)}</dl>" if shown else ""
@@ -230,28 +235,27 @@ def _finding(finding: Finding, anchor: str) -> str:
         f"<tr><td>{escape(name)}</td><td class='number'>{escape(_plain(value))}</td></tr>"
         for name, value in finding.evidence.items()
     )
-    details = (
-        f"<details id='{anchor}-{finding.check}'><summary>evidence</summary><table>{evidence}</table></details>"
-        if evidence
-        else ""
-    )
     return (
         f"<li class='finding'><span class='word {finding.status.value}'>{_WORD[finding.status]}</span> "
         f"<b>{escape(finding.check)}</b><p>{escape(finding.summary)}</p>"
-        f"<p class='soft'><a href='{escape(finding.runbook)}' rel='noreferrer'>runbook</a> or "
-        f"<code>kvwatch explain {escape(finding.check)}</code></p>{details}</li>"
+        f"<details id='{anchor}-{finding.check}'><summary>runbook and evidence</summary>"
+        f"<p><a href='{escape(finding.runbook)}' rel='noreferrer'>{escape(finding.check)}</a> or "
+        f"<code>kvwatch explain {escape(finding.check)}</code></p><table>{evidence}</table></details></li>"
     )
 
 
-def _recommendation(item: Recommendation) -> str:
+def _recommendation(item: Recommendation, anchor: str) -> str:
     was = f" <span class='soft'>is {escape(_plain(item.current))}</span>" if item.current is not None else ""
-    predicted = ", ".join(f"{name} {_plain(value)}" for name, value in item.predicted.items())
-    why = f"because of {', '.join(item.because)}; confidence {item.confidence}"
+    predicted = "".join(
+        f"<tr><td>{escape(name)}</td><td class='number'>{escape(_plain(value))}</td></tr>"
+        for name, value in item.predicted.items()
+    )
     return (
         f"<li class='change'><span class='setting'><code>{escape(_change(item))}</code></span>{was}"
-        f"<p>{escape(item.note)}</p><p class='soft'>{escape(why)}</p>"
-        + (f"<p class='soft'>predicted: {escape(predicted)}</p>" if predicted else "")
-        + "</li>"
+        f"<p>{escape(item.note)}</p>"
+        f"<details id='{anchor}-{escape(item.setting)}'><summary>why</summary>"
+        f"<p>because of {escape(', '.join(item.because))}; confidence {escape(item.confidence)}</p>"
+        f"<table>{predicted}</table></details></li>"
     )
 
 

@@ -26,7 +26,7 @@ code { font: .92em/1.4 ui-monospace, monospace; background: var(--code); border-
 .soft { color: var(--soft); font-size: .88rem; }
 .verdict { margin-top: 1rem; padding: 1rem; border-radius: 10px; border-left: 8px solid; }
 .verdict .word { font-weight: 800; letter-spacing: .06em; }
-.verdict .now { font-weight: 600; }
+.verdict .now { font-weight: 650; font-size: 1.05rem; }
 .critical.verdict { background: var(--critical-paper); border-color: var(--critical); }
 .warning.verdict { background: var(--warning-paper); border-color: var(--warning); }
 .unknown.verdict { background: var(--unknown-paper); border-color: var(--unknown); }
@@ -38,9 +38,9 @@ code { font: .92em/1.4 ui-monospace, monospace; background: var(--code); border-
 .word { font-weight: 700; }
 .lost { margin-top: 1rem; padding: .8rem 1rem; border-radius: 10px; background: var(--critical); color: var(--card);
   font-weight: 700; }
-body.is-old main, body.is-old .verdict { opacity: .45; }
+body.is-old main, body.is-lost main, body.is-lost .verdict { opacity: .45; }
 .engine { margin: 1rem 0; padding: 1rem; background: var(--card); border: 1px solid var(--line); border-radius: 10px; }
-.vitals { display: grid; grid-template-columns: repeat(auto-fit, minmax(8.4rem, 1fr)); gap: .5rem; margin: .8rem 0 0;
+.vitals { display: grid; grid-template-columns: repeat(auto-fit, minmax(6.4rem, 1fr)); gap: .5rem; margin: .8rem 0 0;
   padding: 0; }
 .vitals div { border: 1px solid var(--line); border-radius: 8px; padding: .4rem .6rem; min-width: 0; }
 .vitals dt { color: var(--soft); font-size: .78rem; }
@@ -53,18 +53,20 @@ ul { list-style: none; margin: 0; padding: 0; }
 .finding, .change { padding: .6rem 0; border-top: 1px solid var(--line); }
 .finding:first-child, .change:first-child { border-top: 0; padding-top: 0; }
 .change .setting { font-weight: 650; }
+details p { font-size: .92rem; }
 summary { cursor: pointer; color: var(--soft); font-size: .88rem; min-height: 1.7rem; }
 table { border-collapse: collapse; width: 100%; font-size: .92rem; }
 td, th { text-align: left; padding: .3rem .6rem .3rem 0; border-bottom: 1px solid var(--line); vertical-align: top; }
 td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; }
-.fleet { overflow-x: auto; }
+.fleet th, .fleet .number, .fleet .word { white-space: nowrap; }
 .rest { margin-top: .8rem; }
-footer { padding-top: .5rem; padding-bottom: 2rem; }
+footer { padding-top: 1rem; padding-bottom: 2rem; }
 @media (max-width: 30rem) {
   header, main, footer { padding: 0 .6rem; }
   .verdict, .engine { padding: .8rem; }
-  .vitals { grid-template-columns: repeat(2, 1fr); }
-  .wide { display: none; }
+  .vitals { grid-template-columns: repeat(3, 1fr); }
+  .vitals dd { font-size: 1rem; }
+  .fleet td, .fleet th { padding-right: .35rem; font-size: .84rem; }
 }
 """
 
@@ -77,7 +79,7 @@ SCRIPT = """
     const bar = document.querySelector(".lost");
     bar.hidden = !text;
     bar.textContent = text;
-    body.classList.toggle("is-old", Boolean(text));
+    body.classList.toggle("is-lost", Boolean(text));
   };
   const refresh = async () => {
     try {
@@ -87,11 +89,11 @@ SCRIPT = """
       const open = [...document.querySelectorAll("details[open]")].map((entry) => entry.id);
       document.title = next.title;
       document.querySelector("link[rel=icon]").href = next.querySelector("link[rel=icon]").href;
+      body.className = next.body.className;
       document.querySelector("header").replaceWith(next.querySelector("header"));
       document.querySelector("main").replaceWith(next.querySelector("main"));
       for (const id of open) { const entry = document.getElementById(id); if (entry) entry.open = true; }
       failedSince = null;
-      body.classList.remove("is-old");
     } catch {
       failedSince = failedSince || new Date().toLocaleTimeString();
       lost("kvwatch has not answered since " + failedSince + ". What stands below is old.");
