@@ -225,7 +225,7 @@ def _check_fit(planned: Plan, checked: tuple[int, ...]) -> None:
         longest = _longest(planned, stage, memory) if memory > 0 else 0
         raise DoesNotFit(
             f"vLLM would refuse to start: one request of max_model_len {engine.max_model_len} needs "
-            f"{needed / _GIB:.2f} GiB of KV cache per GPU, {_what_is_there(memory, longest)}",
+            f"{needed / _GIB:.2f} GiB of KV cache per GPU, {_what_is_there(memory, needed, longest)}",
             needed_bytes=needed,
             available_bytes=memory,
             max_model_len=engine.max_model_len,
@@ -233,12 +233,14 @@ def _check_fit(planned: Plan, checked: tuple[int, ...]) -> None:
         )
 
 
-def _what_is_there(memory: int, longest: int) -> str:
+def _what_is_there(memory: int, needed: int, longest: int) -> str:
     if memory <= 0:
         return "and weights and activations leave nothing. Use more or larger GPUs, or smaller weights."
     hint = f"the longest --max-model-len that fits is {longest}" if longest else "not even one token fits"
     advice = "Lower --max-model-len, use --kv-cache-dtype fp8, or give the engine more memory or more GPUs."
-    return f"and {memory / _GIB:.2f} GiB are there; {hint}. {advice}"
+    short = needed - memory
+    close = f" ({short:,} bytes too few, one block being held back)" if short < _GIB // 100 else ""
+    return f"and {memory / _GIB:.2f} GiB are there{close}; {hint}. {advice}"
 
 
 def _num_blocks(planned: Plan, available: tuple[int, ...]) -> int:

@@ -14,8 +14,10 @@ from kvwatch.errors import KvwatchError
 from kvwatch.kv_dtypes import element_bytes
 from kvwatch.model.spec import LayerCache, ModelSpec
 from kvwatch.planning import Plan
+from kvwatch.versions import Version
 
 DEFAULT_CONCURRENCY = (1, 8, 32, 128)
+_STATE_BLOCKS_CHECKED_SINCE: Version = (0, 20, 0)
 _CONTEXT_STEPS = (2048, 8192, 32768, 131072, 524288)
 
 
@@ -81,6 +83,7 @@ class BudgetReport:
     arrivals: Arrivals | None
     layouts: tuple[Layout, ...]
     remedies: tuple[str, ...]
+    warnings: tuple[str, ...]
     assumptions: tuple[str, ...]
 
     @property
@@ -128,6 +131,7 @@ def budget_report(
         arrivals=load,
         layouts=tuple(_layouts(planned, engine, memory)),
         remedies=_remedies(planned, engine, memory_for) if refusal is not None and memory_for is not None else (),
+        warnings=_warnings(planned, engine, budget),
         assumptions=_assumptions(planned, memory),
     )
 
@@ -163,6 +167,23 @@ def _remedies(planned: Plan, engine: EngineConfig, memory_for: Callable[[EngineC
     return ()
 
 
+def _warnings(planned: Plan, engine: EngineConfig, budget: Budget | None) -> tuple[str, ...]:
+    """What vLLM refuses after it has planned the cache: fewer blocks than sequences where each needs a state.
+
+    Source: vLLM 0.32.0, vllm/config/compilation.py ("max_num_seqs exceeds available Mamba cache blocks").
+    """
+    if budget is None or "state" not in planned.model.kinds or engine.enforce_eager:
+        return ()
+    if engine.vllm_version < _STATE_BLOCKS_CHECKED_SINCE or budget.max_num_seqs <= budget.num_gpu_blocks:
+        return ()
+    text = (
+        f"vLLM refuses to capture CUDA graphs: max_num_seqs {budget.max_num_seqs} exceeds the {budget.num_gpu_blocks} "
+        f"blocks, and each running sequence needs one for its state. Give --max-num-seqs {budget.num_gpu_blocks} or "
+        "less."
+    )
+    return (text,)
+
+
 def default_contexts(max_model_len: int) -> tuple[int, ...]:
     """A few lengths up to max_model_len."""
     return (*(step for step in _CONTEXT_STEPS if step < max_model_len), max_model_len)
@@ -194,7 +215,12 @@ def _shapes(planned: Plan, attention: LayerCache, now: int) -> list[Layout]:
     layers = sum(count for cache, count in model.kind_counts if cache.kind == attention.kind)
     element = element_bytes(engine.kv_cache_dtype, model_dtype=engine.dtype)
     if attention.kind == "mla":
-        return [Layout(name="latent attention (MLA), this model", bytes_per_token=now, ratio=1.0)]
+        expanded = layers * heads * model.expanded_head_elements * element_bytes("auto", model_dtype=engine.dtype)
+        found = [Layout(name="this model, latent attention (MLA)", bytes_per_token=now, ratio=1.0)]
+        if expanded:
+            name = f"as multi-head attention, {heads} heads, {engine.dtype}"
+            found.append(Layout(name=name, bytes_per_token=expanded, ratio=expanded / now))
+        return found
     pair = attention.head_dim + attention.value_head_dim
     shapes = [("multi-head attention (MHA)", heads), ("multi-query attention (MQA)", 1)]
     mine = "MHA" if attention.kv_heads == heads else "MQA" if attention.kv_heads == 1 else "GQA"

@@ -89,14 +89,9 @@ def command(
     click.echo(_rendered(report, output, explain=explain))
     if request.ignored:
         click.echo(f"Without effect on the KV cache: {', '.join(request.ignored)}", err=True)
-    asked = contexts or concurrencies or mix
-    if report.fits is False or (asked and _overflows(report)):
+    overflows = (contexts or concurrencies) and any(row.fits is False for row in report.table)
+    if report.fits is False or overflows or (report.mix is not None and report.mix.fits is False):
         ctx.exit(1)
-
-
-def _overflows(report: BudgetReport) -> bool:
-    rows = any(row.fits is False for row in report.table)
-    return rows or (report.mix is not None and report.mix.fits is False)
 
 
 def _mixed(text: str) -> tuple[int, int]:

@@ -80,6 +80,7 @@ def read_model(config: Mapping[str, Any], *, name: str = "model") -> ModelSpec:
         draft_layers=layout.draft_layers,
         cacheless=layout.cacheless,
         attention_heads=head_count(fields) if has_attention else 0,
+        expanded_head_elements=layout.expanded_head_elements,
         kv_cache_dtype=kv_cache_dtype(top) or kv_cache_dtype(fields),
         is_encoder_decoder=layout.is_encoder_decoder,
         assumed=assumed,

@@ -9,7 +9,7 @@ vllm/models/kimi_k3/nvidia/kda.py.
 from kvwatch.errors import ModelError
 from kvwatch.model.dims import dims, head_count, layer_count
 from kvwatch.model.fields import Fields
-from kvwatch.model.mla import latent_cache
+from kvwatch.model.mla import expanded_head_elements, latent_cache
 from kvwatch.model.spec import LayerCache, Layout, Recurrence, full
 
 ARCHITECTURES = (
@@ -92,7 +92,8 @@ def _kimi_linear(fields: Fields) -> Layout:
     )
     latent = latent_cache(fields)
     recurrent = set(linear.items("kda_layers") or [])
-    return Layout(layers=tuple((state,) if index + 1 in recurrent else (latent,) for index in range(layers)))
+    found = tuple((state,) if index + 1 in recurrent else (latent,) for index in range(layers))
+    return Layout(layers=found, expanded_head_elements=expanded_head_elements(fields))
 
 
 def _linear_attention(*, heads: int, head_dim: int) -> LayerCache:
@@ -109,7 +110,8 @@ def _bailing(fields: Fields) -> Layout:
     size = fields.count("head_dim", default=fields.count("hidden_size") // heads)
     state, latent = _linear_attention(heads=heads, head_dim=size), latent_cache(fields)
     group = fields.count("layer_group_size", default=1)
-    return Layout(layers=tuple((state,) if (index + 1) % group else (latent,) for index in range(layers)))
+    found = tuple((state,) if (index + 1) % group else (latent,) for index in range(layers))
+    return Layout(layers=found, expanded_head_elements=expanded_head_elements(fields))
 
 
 def _minimax(fields: Fields) -> Layout:

@@ -55,9 +55,9 @@ def kv_head_count(fields: Fields, heads: int) -> int:
 
 
 def dims(fields: Fields) -> Dims:
-    heads = head_count(fields)
+    layers, heads = layer_count(fields), head_count(fields)
     return Dims(
-        layers=layer_count(fields),
+        layers=layers,
         heads=heads,
         kv_heads=kv_head_count(fields, heads),
         head_dim=head_dim(fields, heads),

@@ -44,12 +44,18 @@ def layout(fields: Fields, architecture: str) -> Layout:
     )
     draft = (index, *per_layer) if index is not None else per_layer
     modules = fields.count_or_zero("num_nextn_predict_layers", default=0)
-    return Layout(layers=found, draft_layers=(draft,) * modules)
+    return Layout(layers=found, draft_layers=(draft,) * modules, expanded_head_elements=expanded_head_elements(fields))
 
 
 def latent_cache(fields: Fields) -> LayerCache:
     size = fields.count("kv_lora_rank") + fields.count("qk_rope_head_dim")
     return LayerCache(kind="mla", kv_heads=1, head_dim=size)
+
+
+def expanded_head_elements(fields: Fields) -> int:
+    """Key and value elements of one head that the latent stands for; 0 where the config does not tell."""
+    sizes = [fields.optional_count(name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")]
+    return 0 if None in sizes else sum(size for size in sizes if size is not None)
 
 
 def _is_sparse(fields: Fields, architecture: str) -> bool:

@@ -90,6 +90,7 @@ class Layout:
     draft_layers: tuple[tuple[LayerCache, ...], ...] = ()
     cacheless: tuple[tuple[str, int], ...] = ()
     is_encoder_decoder: bool = False
+    expanded_head_elements: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +100,7 @@ class ModelSpec:
     `draft_layers` are those that speculative decoding adds (multi-token-prediction modules), on the last stage.
     `cacheless` counts layers without a cache of their own, by reason. `kv_cache_dtype` is what the checkpoint's
     quantization_config asks for, None if it asks for nothing. `assumed` names fields filled from defaults.
+    `expanded_head_elements` is how many elements of key and value one head would cache if there were no latent (MLA).
     """
 
     name: str
@@ -110,6 +112,7 @@ class ModelSpec:
     draft_layers: tuple[tuple[LayerCache, ...], ...] = ()
     cacheless: tuple[tuple[str, int], ...] = ()
     attention_heads: int = 0
+    expanded_head_elements: int = 0
     kv_cache_dtype: str | None = None
     is_encoder_decoder: bool = False
     assumed: tuple[str, ...] = ()

@@ -4,7 +4,6 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from kvwatch.budget import Budget, Costs, costs_of
-from kvwatch.budget_explain import steps
 from kvwatch.budget_report import BudgetReport
 from kvwatch.model.spec import ModelSpec
 from kvwatch.planning import Plan
@@ -22,6 +21,7 @@ def budget_document(report: BudgetReport, *, explain: bool = False) -> dict[str,
         "fits": report.fits,
         "refusal": None if report.refusal is None else asdict(report.refusal),
         "remedies": list(report.remedies),
+        "warnings": list(report.warnings),
         "model": model_data(report.model),
         "engine": engine_data(report.plan),
         "memory": memory_data(report),
@@ -33,6 +33,8 @@ def budget_document(report: BudgetReport, *, explain: bool = False) -> dict[str,
         "assumptions": list(report.assumptions),
     }
     if explain:
+        from kvwatch.budget_explain import steps  # noqa: PLC0415 -- only --explain needs it
+
         document["explanation"] = [asdict(step) for step in steps(report)]
     return document
 

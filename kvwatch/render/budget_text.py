@@ -7,7 +7,6 @@ import textwrap
 from collections.abc import Iterable
 
 from kvwatch.budget import Budget, caches_of, grows, payload_bytes
-from kvwatch.budget_explain import steps
 from kvwatch.budget_report import BudgetReport, MemoryFigure
 from kvwatch.demand import Row, most_requests
 from kvwatch.kv_dtypes import element_bytes
@@ -27,7 +26,7 @@ def budget_text(report: BudgetReport, *, width: int = 80, colour: bool = False, 
         _section("Layers", _layers(report), width=width, wrap=False),
         _section("Pool" if report.budget else "Pool: not known", _pool(report), width=width),
         _section("One request", _request(report), width=width),
-        _section(_table_title(report), _table(report), width=width, wrap=False),
+        _section(_table_title(report), _table(report, width=width), width=width, wrap=False),
         _section("Offered load", _load(report), width=width),
         _section("The same layers, stored otherwise", _layouts(report), width=width, wrap=False),
     ]
@@ -80,7 +79,8 @@ def _verdict(report: BudgetReport, *, width: int, colour: bool) -> str:
     body = _wrap(f"{word}  {text}", width=width, indent="    ")
     if colour:
         body = f"\x1b[{_BOLD[report.fits]}m{word}\x1b[0m" + body[len(word) :]
-    return body
+    warnings = [_wrap(f"WARNING  {text}", width=width, indent="    ") for text in report.warnings]
+    return "\n".join([body, *warnings])
 
 
 def _judgement(report: BudgetReport) -> tuple[str, str]:
@@ -249,12 +249,12 @@ def _table_title(report: BudgetReport) -> str:
     return f"Contexts × users: KV cache they fill (payload){over}"
 
 
-def _table(report: BudgetReport) -> list[str]:
+def _table(report: BudgetReport, *, width: int) -> list[str]:
     users = list(dict.fromkeys(row.concurrency for row in report.table))
     by_context: dict[int, dict[int, Row]] = {}
     for row in report.table:
         by_context.setdefault(row.context_tokens, {})[row.concurrency] = row
-    shown = users[:4]
+    shown = users[: max(1, (width - 24) // 14)]
     budget = report.budget
     head = f"{'tokens':>9}  " + "".join(f"{count:>12,}  " for count in shown)
     lines = [head + (f"{'at most':>10}" if budget is not None else "")]
@@ -268,7 +268,7 @@ def _table(report: BudgetReport) -> list[str]:
     elif budget is not None:
         lines.append("every combination fits; the last column is the most that would")
     if any(row.fits and row.free_blocks is not None and row.free_blocks < 0 for row in report.table):
-        lines.append("fits exactly, counted with the block vLLM holds back: the last request waits for one")
+        lines.append("an exact fit counts the block vLLM holds back: one request waits for it")
     return lines
 
 
@@ -294,9 +294,9 @@ def _load(report: BudgetReport) -> list[str]:
     if report.mix is not None:
         listed = " + ".join(f"{count:,} × {tokens:,}" for tokens, count in report.mix.requests)
         verdict = {True: "fits", False: "does not fit", None: "pool not known"}[report.mix.fits]
-        lines.append(
-            f"mixed          {listed} tokens: {gib(report.mix.kv_cache_bytes)}, {report.mix.blocks:,} blocks, {verdict}"
-        )
+        each = " on each engine" if report.plan.engine.data_parallel_size > 1 else ""
+        size = f"{gib(report.mix.kv_cache_bytes)}, {report.mix.blocks:,} blocks{each}"
+        lines.append(f"mixed          {listed} tokens: {size}, {verdict}")
     return lines
 
 
@@ -332,6 +332,8 @@ def _gain(budget: Budget, concurrency: float) -> str:
 
 
 def _steps(report: BudgetReport) -> list[str]:
+    from kvwatch.budget_explain import steps  # noqa: PLC0415 -- only --explain needs it
+
     return [
         f"{number}. {step.what}: {step.formula} [{step.source}; {step.rule}]"
         for number, step in enumerate(steps(report), 1)

@@ -6,7 +6,6 @@ read where they exist.
 
 import json
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from kvwatch.model_names import match
 # A config.json has kilobytes; an index lists every tensor and has a few megabytes.
 _CONFIG_LIMIT_BYTES = 8 << 20
 _INDEX_LIMIT_BYTES = 64 << 20
+_KNOWN_FILE = Path(__file__).parents[1] / "data" / "models.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +83,7 @@ def _object(path: Path, *, limit_bytes: int = _CONFIG_LIMIT_BYTES) -> dict[str, 
 
 
 def _known(name: str) -> ModelFiles:
-    known = json.loads((files("kvwatch") / "data" / "models.json").read_text(encoding="utf-8"))
+    known = json.loads(_KNOWN_FILE.read_text(encoding="utf-8"))
     hub_name = match(name, known)
     entry = known[hub_name]
     return ModelFiles(
