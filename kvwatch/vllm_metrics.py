@@ -133,6 +133,23 @@ REQUEST_NUM_PREEMPTIONS = Metric(
 ITERATION_TOKENS = Metric(name="iteration_tokens_total", kind="histogram", help="tokens per engine step")
 CACHE_CONFIG_INFO = Metric(name="cache_config_info", kind="info", help="the engine's CacheConfig as labels")
 
+# Drawn by the dashboards, read by no check: exposed with --kv-cache-metrics only, for a sample of the blocks.
+KV_BLOCK_LIFETIME = Metric(
+    name="kv_block_lifetime_seconds",
+    since="0.12.0",
+    kind="histogram",
+    help="time from a block's allocation to its eviction",
+)
+KV_BLOCK_IDLE_BEFORE_EVICT = Metric(
+    name="kv_block_idle_before_evict_seconds",
+    since="0.12.0",
+    kind="histogram",
+    help="time from a block's last use to its eviction",
+)
+KV_BLOCK_REUSE_GAP = Metric(
+    name="kv_block_reuse_gap_seconds", since="0.12.0", kind="histogram", help="time between two uses of a block"
+)
+
 ALL: tuple[Metric, ...] = (
     REQUESTS_RUNNING,
     REQUESTS_WAITING,

@@ -149,6 +149,25 @@ def prometheus(folder: Path, config: str) -> Iterator[str]:
         yield f"http://{address}"
 
 
+@contextlib.contextmanager
+def victoria_metrics(folder: Path, config: str) -> Iterator[str]:
+    """A real VictoriaMetrics with this scrape configuration; gives its base address."""
+    program = binary("victoria-metrics")
+    address = f"127.0.0.1:{free_port()}"
+    file = folder / "victoria-metrics.yml"
+    file.write_text(config)
+    arguments = (
+        program,
+        f"-httpListenAddr={address}",
+        f"-storageDataPath={folder / 'victoria-metrics'}",
+        f"-promscrape.config={file}",
+        "-search.latencyOffset=1s",  # the default of 30 s hides what was just scraped
+        "-loggerLevel=WARN",
+    )
+    with running(arguments, log=folder / "victoria-metrics.log", ready_url=f"http://{address}/health"):
+        yield f"http://{address}"
+
+
 class Webhook:
     """What a receiver got: the bodies in the order of their arrival."""
 

@@ -1,0 +1,86 @@
+"""What every dashboard has: address, selection, links to the others, marks for alerts and restarts."""
+
+from grafana_foundation_sdk.builders import dashboard
+from grafana_foundation_sdk.models import dashboard as models
+
+from kvwatch.generate.panels import SOURCE
+from kvwatch.generate.queries import AGENT_STATUS, RATE, alerts, names
+from kvwatch.recording import selectors
+from kvwatch.vllm_metrics import GENERATION_TOKENS, PROCESS_START_TIME, REQUESTS_RUNNING
+
+TAG = "kvwatch"
+FLEET, ENGINE, INCIDENT = "kvwatch-fleet", "kvwatch-engine", "kvwatch-incident"
+EVERYTHING = ".*"
+"""What "All" stands for: it matches an absent label too."""
+
+
+def framed(uid: str, title: str, about: str, *, since: str) -> dashboard.Dashboard:
+    """An empty dashboard over the last `since`, such as 1h."""
+    builder = (
+        dashboard.Dashboard(title)
+        .uid(uid)
+        .description(about)
+        .tags([TAG, "vllm"])
+        .time(f"now-{since}", "now")
+        .timezone("browser")
+        .refresh("30s")
+        .tooltip(models.DashboardCursorSync.CROSSHAIR)
+        .link(
+            dashboard.DashboardLink("kvwatch")
+            .type(models.DashboardLinkType.DASHBOARDS)
+            .tags([TAG])
+            .include_vars(True)
+            .keep_time(True)
+        )
+    )
+    for variable in _variables():
+        builder.with_variable(variable)
+    for annotation in _annotations():
+        builder.annotation(annotation)
+    return builder
+
+
+def _variables() -> list[dashboard.DatasourceVariable | dashboard.QueryVariable]:
+    engines = names(REQUESTS_RUNNING)
+    return [
+        dashboard.DatasourceVariable("datasource").label("Data source").type("prometheus"),
+        _choice("job", "Job", f"label_values({{{engines}}}, job)"),
+        _choice("model_name", "Model", f'label_values({{{engines},job=~"$job"}}, model_name)'),
+        _choice("instance", "Instance", f'label_values({{{engines},job=~"$job",model_name=~"$model_name"}}, instance)'),
+        _choice("engine", "Engine", f'label_values({{{engines},job=~"$job",instance=~"$instance"}}, engine)'),
+        _choice("target", "Agent's target", f'label_values({AGENT_STATUS}{{model_name=~"$model_name"}}, target)'),
+    ]
+
+
+def _choice(name: str, label: str, query: str) -> dashboard.QueryVariable:
+    return (
+        dashboard.QueryVariable(name)
+        .label(label)
+        .datasource(SOURCE)
+        .query({"query": query, "refId": f"kvwatch-{name}"})
+        .refresh(models.VariableRefresh.ON_TIME_RANGE_CHANGED)
+        .sort(models.VariableSort.NATURAL_ASC)
+        .multi(True)
+        .include_all(True)
+        .all_value(EVERYTHING)
+        .current(models.VariableOption(selected=True, text=["All"], value=["$__all"]))
+    )
+
+
+def _annotations() -> list[dashboard.AnnotationQuery]:
+    return [
+        _marks("Critical alerts", "red", alerts("critical")),
+        _marks("Warnings", "orange", alerts("warning"), enabled=False),
+        _marks("Restarts", "blue", restarts()),
+    ]
+
+
+def _marks(name: str, color: str, expr: str, *, enabled: bool = True) -> dashboard.AnnotationQuery:
+    return dashboard.AnnotationQuery().name(name).datasource(SOURCE).enable(enabled).icon_color(color).expr(expr)
+
+
+def restarts() -> str:
+    """A sample wherever an engine restarted: its process start time moved, or its counters fell."""
+    chosen = 'job=~"$job",instance=~"$instance"'
+    counters = "".join(f"\n  or resets({one}[{RATE}])" for one in selectors(GENERATION_TOKENS, matcher=chosen))
+    return f"sum by (job, instance) (\n  changes({PROCESS_START_TIME}{{{chosen}}}[{RATE}]){counters}\n) > 0"

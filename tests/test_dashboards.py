@@ -1,0 +1,332 @@
+"""The Grafana dashboards: valid for Grafana, true to the metrics, and full of data on real servers."""
+
+import contextlib
+import json
+import re
+import sys
+import time
+import urllib.parse
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import promql_parser
+import pytest
+import yaml
+from parts import eventually, free_port, get_json, prometheus, running, serving, victoria_metrics
+
+from kvwatch.checks import ALL
+from kvwatch.render.prometheus import CAPACITY, EVIDENCE, RECOMMENDED
+from kvwatch.thresholds import DEFAULTS
+from kvwatch.vllm_metrics import (
+    KV_BLOCK_IDLE_BEFORE_EVICT,
+    KV_BLOCK_LIFETIME,
+    KV_BLOCK_REUSE_GAP,
+    PREFIXES,
+    PROCESS_START_TIME,
+    SERIES,
+)
+
+ROOT = Path(__file__).parent.parent
+DATA = ROOT / "tests/data"
+DASHBOARDS = {path.stem: json.loads(path.read_text()) for path in sorted((ROOT / "dashboards").glob("*.json"))}
+SCHEMA = json.loads((DATA / "grafana/dashboard-11.6.0.schema.json").read_text())
+PROMETHEUS_ANNOTATION_FIELDS = {"expr", "titleFormat", "textFormat"}  # of the data source's, not of Grafana's schema
+
+every_dashboard = pytest.mark.parametrize("dashboard", DASHBOARDS.values(), ids=list(DASHBOARDS))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """One query of a dashboard, with "All" chosen everywhere."""
+
+    where: str
+    expr: str
+    instant: bool
+
+
+def panels(dashboard: dict[str, Any]) -> list[dict[str, Any]]:
+    return [panel for panel in dashboard["panels"] if panel["type"] != "row"]
+
+
+def filled_in(expr: str, rate_interval: str = "10s") -> str:
+    """The query as Grafana sends it."""
+    expr = expr.replace("$__rate_interval", rate_interval)
+    return re.sub(r"\$(job|model_name|instance|engine|target)\b", ".*", expr)
+
+
+def asked(dashboard: dict[str, Any]) -> Iterator[Asked]:
+    for panel in panels(dashboard):
+        for target in panel["targets"]:
+            where = f"{dashboard['uid']}: {panel['title']}: {target['refId']}"
+            yield Asked(where=where, expr=filled_in(target["expr"]), instant=target.get("instant", False))
+    for annotation in dashboard["annotations"]["list"]:
+        where = f"{dashboard['uid']}: annotation {annotation['name']}"
+        yield Asked(where=where, expr=filled_in(annotation["expr"]), instant=False)
+
+
+ASKED = [query for dashboard in DASHBOARDS.values() for query in asked(dashboard)]
+
+
+def nodes(expr: Any) -> Iterator[Any]:
+    """An expression and all its parts, outermost first."""
+    yield expr
+    for name in ("lhs", "rhs", "expr", "vector_selector"):
+        part = getattr(expr, name, None)
+        if part is not None:
+            yield from nodes(part)
+    for part in getattr(expr, "args", None) or ():
+        yield from nodes(part)
+
+
+def metric_names(expr: str) -> set[str]:
+    """Names of the series an expression reads; a selector without a name is left out."""
+    read = [n for n in nodes(promql_parser.parse(expr)) if isinstance(n, promql_parser.VectorSelector)]
+    return {selector.name for selector in read if selector.name}
+
+
+def test_the_committed_dashboards_are_what_the_code_makes() -> None:
+    pytest.importorskip("grafana_foundation_sdk", reason="Grafana's SDK needs Python 3.11")
+    from kvwatch.generate.dashboards import dashboards
+
+    assert dashboards() == {path.name: path.read_text() for path in (ROOT / "dashboards").glob("*.json")}
+
+
+@every_dashboard
+def test_a_dashboard_is_valid_for_grafana(dashboard: dict[str, Any]) -> None:
+    content = json.loads(json.dumps(dashboard))
+    for annotation in content["annotations"]["list"]:
+        for field in PROMETHEUS_ANNOTATION_FIELDS:
+            del annotation[field]
+    jsonschema.Draft7Validator(SCHEMA).validate(content)
+    assert dashboard["schemaVersion"] == 41
+
+
+def test_the_schema_finds_a_field_that_grafana_does_not_know() -> None:
+    content = json.loads(json.dumps(DASHBOARDS["kvwatch-fleet"]))
+    content["panels"][0]["titel"] = "a typing error"
+    assert not jsonschema.Draft7Validator(SCHEMA).is_valid(content)
+
+
+@every_dashboard
+def test_panels_have_ids_of_their_own_and_do_not_overlap(dashboard: dict[str, Any]) -> None:
+    ids = [panel["id"] for panel in dashboard["panels"]]
+    assert ids == sorted(set(ids))
+    cells: Counter[tuple[int, int]] = Counter()
+    for panel in dashboard["panels"]:
+        place = panel["gridPos"]
+        cells.update(
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        )
+    height = max(y for _, y in cells) + 1
+    assert cells == Counter({(x, y): 1 for x in range(24) for y in range(height)})
+
+
+@every_dashboard
+def test_a_dashboard_lets_one_choose_where_to_look(dashboard: dict[str, Any]) -> None:
+    variables = dashboard["templating"]["list"]
+    assert [v["name"] for v in variables] == ["datasource", "job", "model_name", "instance", "engine", "target"]
+    assert all(v["allValue"] == ".*" and v["includeAll"] and v["multi"] for v in variables[1:])
+    assert all(panel["datasource"]["uid"] == "${datasource}" for panel in panels(dashboard))
+    assert all(t["datasource"]["uid"] == "${datasource}" for panel in panels(dashboard) for t in panel["targets"])
+
+
+@every_dashboard
+def test_every_panel_says_what_it_shows_and_in_which_unit(dashboard: dict[str, Any]) -> None:
+    for panel in panels(dashboard):
+        assert panel["title"]
+        assert panel["description"]
+        if panel["type"] in {"timeseries", "stat"}:
+            assert panel["fieldConfig"]["defaults"]["unit"]
+
+
+def test_links_to_runbooks_lead_to_pages_that_exist() -> None:
+    links = [link for d in DASHBOARDS.values() for panel in panels(d) for link in panel.get("links", ())]
+    runbooks = {check.runbook for check in ALL}
+    assert {link["url"] for link in links} <= runbooks
+    assert len({link["url"] for link in links}) >= 8
+    assert [url for url in runbooks if not (ROOT / "docs/checks" / url.rpartition("/")[2]).exists()] == []
+
+
+def test_colours_change_where_the_checks_do() -> None:
+    values = {
+        step["value"]
+        for d in DASHBOARDS.values()
+        for panel in panels(d)
+        for step in panel["fieldConfig"]["defaults"].get("thresholds", {}).get("steps", ())
+    }
+    of_checks = {
+        DEFAULTS.kv_cache_saturated_ratio,
+        DEFAULTS.preemptions_per_request_warning,
+        DEFAULTS.preemptions_per_request_critical,
+        DEFAULTS.queue_time_warning_seconds,
+        -DEFAULTS.capacity_deviation_ratio,
+    }
+    assert values - {None} == of_checks | {1}
+
+
+@pytest.mark.parametrize("query", ASKED, ids=lambda query: query.where)
+def test_a_query_parses_and_reads_metrics_that_exist(query: Asked) -> None:
+    of_blocks = {
+        f"{prefix}{metric.name}{part}"
+        for metric in (KV_BLOCK_LIFETIME, KV_BLOCK_IDLE_BEFORE_EVICT, KV_BLOCK_REUSE_GAP)
+        for prefix in PREFIXES
+        for part in ("_bucket", "_sum", "_count")
+    }
+    of_the_agent = {name for table in (CAPACITY, EVIDENCE, RECOMMENDED) for name, _ in table.values()}
+    known = {*SERIES, *of_blocks, *of_the_agent, "kvwatch_check_status", PROCESS_START_TIME, "ALERTS"}
+    assert metric_names(query.expr) - known == set()
+    assert "$" not in query.expr
+
+
+def test_no_query_reads_a_recording_rule() -> None:
+    assert [query.where for query in ASKED if re.search(r"\bengine:vllm_", query.expr)] == []
+
+
+# --- on real servers ------------------------------------------------------------------------------------------------
+
+SPEED = 2.0
+# Pages of other servers and versions; nothing changes on them, so rates over them are 0.
+STILL = {
+    "two-engines": "vllm-0.32.0-all-families.prom",
+    "v0.6": "v0.6_v0engine_aibrix_qwen25coder15b.prom",
+    "both-names": "v0.10.0_glm45_both_names.prom",
+    "nim": "nim_llama31_8b.prom",
+}
+NEEDS_A_MODEL = "the agent predicts blocks only where it is told the model"
+NO_RULES = "VictoriaMetrics evaluates no alert rules; vmalert does"
+# Query -> why it has no data here.
+EMPTY: dict[str, str] = {}
+EMPTY_ON_VICTORIA_METRICS: dict[str, str] = {}
+
+
+def playing(folder: Path, *, again: bool = False) -> type[BaseHTTPRequestHandler]:
+    """A server that shows a capture at SPEED from its first scrape on; `again`: from the start when it is over."""
+    pages = sorted(folder.glob("*.prom"))
+    first = int(pages[0].stem)
+    offsets = [(int(page.stem) - first) / 1000 / SPEED for page in pages]
+    started: list[float] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            started[:] = started or [time.monotonic()]
+            elapsed = time.monotonic() - started[0]
+            if again:
+                elapsed %= offsets[-1] + 1
+            shown = max(place for place, offset in enumerate(offsets) if offset <= elapsed)
+            self.send_response(200)
+            self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
+            self.end_headers()
+            self.wfile.write(pages[shown].read_bytes())
+
+        def log_message(self, *_: object) -> None:
+            """Keep the test's output clean."""
+
+    return Handler
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Servers:
+    prometheus: str
+    victoria_metrics: str
+    started_seconds: float
+
+    def result(self, base: str, query: Asked) -> list[Any]:
+        now = time.time()
+        parameters: dict[str, str | float] = {"query": query.expr}
+        if query.instant:
+            path = "query"
+            parameters["time"] = now
+        else:
+            path = "query_range"
+            parameters |= {"start": self.started_seconds, "end": now, "step": 1}
+        answer = get_json(f"{base}/api/v1/{path}?{urllib.parse.urlencode(parameters)}")
+        assert answer["status"] == "success"
+        result = answer["data"]["result"]
+        assert isinstance(result, list)
+        return result
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    """Prometheus and VictoriaMetrics that have scraped all captures and the agent that watched them."""
+    folder = tmp_path_factory.mktemp("dashboards")
+    with contextlib.ExitStack() as stack:
+        moving = {
+            name: stack.enter_context(serving(playing(DATA / "captures" / name, again=name == "healthy")))
+            for name in ("healthy", "thrash", "prefix")
+        }
+        still = {}
+        for name, file in STILL.items():
+            target = folder / name
+            target.mkdir()
+            (target / "0.prom").write_bytes((DATA / "exposition" / file).read_bytes())
+            still[name] = stack.enter_context(serving(playing(target)))
+        agent = f"127.0.0.1:{free_port()}"
+        command = [sys.executable, "-m", "kvwatch", "agent", "--listen", agent, "--interval", "1s", "--window", "10s"]
+        for url in moving.values():
+            command += ["--target", url]
+        stack.enter_context(running(command, log=folder / "agent.log", ready_url=f"http://{agent}/metrics"))
+        config, rules = scrape_config({**moving, **still}, agent), folder / "rules.yml"
+        rules.write_text(yaml.safe_dump(ONE_ALERT))
+        started = time.time()
+        victoria = stack.enter_context(victoria_metrics(folder, yaml.safe_dump(config)))
+        config["global"]["evaluation_interval"] = "1s"
+        found = stack.enter_context(prometheus(folder, yaml.safe_dump({**config, "rule_files": [str(rules)]})))
+        proposed = urllib.parse.quote("count(kvwatch_recommended_gateway_max_in_flight)")
+        for base in (found, victoria):
+            eventually(
+                lambda base=base: get_json(f"{base}/api/v1/query?query={proposed}")["data"]["result"], within_seconds=60
+            )  # type: ignore[misc]
+        # The captures last 20 to 38 seconds; the healthy one has begun anew by then.
+        restarted = urllib.parse.quote('resets(vllm:generation_tokens_total{job="healthy"}[1m]) > 0')
+        eventually(lambda: get_json(f"{victoria}/api/v1/query?query={restarted}")["data"]["result"], within_seconds=60)
+        yield Servers(prometheus=found, victoria_metrics=victoria, started_seconds=started)
+
+
+ONE_ALERT = {
+    "groups": [
+        {
+            "name": "test",
+            "rules": [
+                {
+                    "alert": "VLLMPreemptionsSustained",
+                    "expr": "rate(vllm:num_preemptions_total[10s]) > 0",
+                    "labels": {"severity": severity},
+                }
+                for severity in ("warning", "critical")
+            ],
+        }
+    ]
+}
+
+
+def scrape_config(targets: dict[str, str], agent: str) -> dict[str, Any]:
+    addresses = {name: url.removeprefix("http://") for name, url in targets.items()}
+    return {
+        "global": {"scrape_interval": "1s", "scrape_timeout": "1s"},
+        "scrape_configs": [
+            {"job_name": job, "static_configs": [{"targets": [address]}]}
+            for job, address in {**addresses, "kvwatch": agent}.items()
+        ],
+    }
+
+
+@pytest.mark.real
+@pytest.mark.slow
+def test_every_query_has_data_on_prometheus(servers: Servers) -> None:
+    empty = {query.where for query in ASKED if not servers.result(servers.prometheus, query)}
+    assert empty == set(EMPTY)
+
+
+@pytest.mark.real
+@pytest.mark.slow
+def test_every_query_has_data_on_victoria_metrics(servers: Servers) -> None:
+    empty = {query.where for query in ASKED if not servers.result(servers.victoria_metrics, query)}
+    assert empty == {*EMPTY, *EMPTY_ON_VICTORIA_METRICS}
