@@ -7,6 +7,7 @@ from parts import binary
 from prometheus_client.parser import text_string_to_metric_families
 from reports import AT_SECONDS, DOWN, FLEET, KEY, THRASHING, report_of
 
+from kvwatch import __version__
 from kvwatch.checks import ALL
 from kvwatch.finding import Status
 from kvwatch.render.prometheus import CAPACITY, EVIDENCE, RECOMMENDED, exposition
@@ -24,7 +25,7 @@ def values(report: Report | None, name: str) -> dict[tuple[tuple[str, str], ...]
 
 
 def test_the_page_of_a_fleet() -> None:
-    page = exposition(FLEET, at_seconds=AT_SECONDS).decode()
+    page = exposition(FLEET, at_seconds=AT_SECONDS).decode().replace(__version__, "VERSION")
     assert page == golden("metrics.prom", page)
 
 
