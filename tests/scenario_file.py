@@ -5,12 +5,15 @@
     series:
       'vllm:kv_cache_usage_perc{engine="0",model_name="m"}': '0.5x9 0.98x20'
     facts: {max_num_seqs: 64}                 # optional: what the operator told kvwatch
+    budget: {model: NAME, kv_cache_memory_bytes: N, …}   # optional: model and flags to compare with
+    agent: true                               # optional: an agent watches, and promtool gets what it exposes as well
     expect:
       kv_cache_saturated: warning             # every engine, or by engine: {"0": ok, "1": warning}
 
 A check that is not listed must be silent: ok or unknown in Python, no alert in promtool.
 """
 
+import contextlib
 import math
 import re
 from collections.abc import Iterable, Mapping
@@ -19,14 +22,21 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from prometheus_client.parser import text_string_to_metric_families
 
 from kvwatch import checks
+from kvwatch.budget import Budget, predict
 from kvwatch.capacity import EngineFacts, live_capacity
 from kvwatch.checks.check import Check, EngineView
+from kvwatch.engine import EngineConfig
 from kvwatch.errors import ExpositionError
 from kvwatch.exposition import read_samples
 from kvwatch.finding import Finding, Status
+from kvwatch.model import read_model
+from kvwatch.render.prometheus import exposition
+from kvwatch.report import report
 from kvwatch.snapshot import EngineKey, Snapshot, snapshots
+from kvwatch.sources.model_files import load_model
 from kvwatch.thresholds import DEFAULTS, Thresholds
 from kvwatch.window import windows
 
@@ -45,6 +55,7 @@ class Scenario:
     series: Mapping[str, str]
     expect: Mapping[str, Any]
     facts: EngineFacts = field(default_factory=EngineFacts)
+    agent: bool = False
 
     @property
     def steps(self) -> int:
@@ -67,14 +78,25 @@ def load(path: Path) -> Scenario:
     reason, _, _ = text.partition("\n")
     assert reason.startswith("# "), f"{path.name} must start with its reason as a comment"
     content = yaml.safe_load(text)
+    lengths = {series: len(expand(notation)) for series, notation in content["series"].items()}
+    assert len(set(lengths.values())) == 1, f"{path.name}: series must have equal lengths (stale or _ fills): {lengths}"
     return Scenario(
         name=path.stem,
         reason=reason.removeprefix("# "),
         interval_seconds=content["interval_seconds"],
         series=content["series"],
         expect=content["expect"],
-        facts=EngineFacts(**content.get("facts", {})),
+        facts=EngineFacts(**content.get("facts", {}), budget=_budget(content.get("budget"))),
+        agent=content.get("agent", False),
     )
+
+
+def _budget(given: Mapping[str, Any] | None) -> Budget | None:
+    if given is None:
+        return None
+    model = load_model(given["model"])
+    flags = {name: value for name, value in given.items() if name != "model"}
+    return predict(read_model(model.config, name=model.name), EngineConfig(**flags))
 
 
 def load_all() -> tuple[Scenario, ...]:
@@ -115,19 +137,22 @@ def pages(scenario: Scenario) -> Iterable[tuple[float, str]]:
 
 def findings(scenario: Scenario, limits: Thresholds = DEFAULTS) -> dict[EngineKey, tuple[Finding, ...]]:
     """What kvwatch says of every engine at the end, over the range that the alert rules look at."""
-    seen: list[Snapshot] = []
-    for at_seconds, page in pages(scenario):
-        try:
-            seen.extend(snapshots(read_samples(page), at_seconds=at_seconds))
-        except ExpositionError:
-            continue  # no page at this step, as while a server restarts
     judged = {}
-    for window in windows(seen):
+    for window in windows(_seen(scenario)):
         recent = window.last(limits.alert_range_seconds)
         capacity = live_capacity(recent.latest.cache_config, scenario.facts)
         view = EngineView(window=recent, capacity=capacity, facts=scenario.facts)
         judged[window.key] = checks.evaluate_all(view, limits)
     return judged
+
+
+def _seen(scenario: Scenario) -> list[Snapshot]:
+    """The snapshots of all pages; none at a step without a page, as while a server restarts."""
+    seen: list[Snapshot] = []
+    for at_seconds, page in pages(scenario):
+        with contextlib.suppress(ExpositionError):
+            seen.extend(snapshots(read_samples(page), at_seconds=at_seconds))
+    return seen
 
 
 def _text(value: float | None) -> str:
@@ -164,7 +189,29 @@ def promtool_test(scenario: Scenario, rules: Path, groups: Iterable[str]) -> dic
 
 
 def input_series(scenario: Scenario) -> list[dict[str, str]]:
-    return [{"series": series, "values": notation} for series, notation in scenario.series.items()]
+    series = dict(scenario.series)
+    if scenario.agent:
+        series |= agent_series(scenario)
+    return [{"series": name, "values": notation} for name, notation in series.items()]
+
+
+def agent_series(scenario: Scenario) -> dict[str, str]:
+    """What an agent beside the engines exposes, scraped at every step."""
+    columns: dict[str, list[str]] = {}
+    seen = _seen(scenario)
+    for step in range(scenario.steps):
+        now = step * scenario.interval_seconds
+        past = [one for one in seen if now - DEFAULTS.alert_range_seconds < one.at_seconds <= now]
+        made = windows(past)
+        judged = report(made, facts={window.key.target: scenario.facts for window in made})
+        for family in text_string_to_metric_families(exposition(judged, at_seconds=now).decode()):
+            for sample in family.samples:
+                labels = {**sample.labels, "job": "kvwatch", "instance": "pod-1:9109"}
+                name = sample.name + "{" + ",".join(f'{key}="{labels[key]}"' for key in sorted(labels)) + "}"
+                columns.setdefault(name, ["_"] * step).append(repr(sample.value))
+        for column in columns.values():
+            column.extend(["_"] * (step + 1 - len(column)))
+    return {name: " ".join(column) for name, column in columns.items()}
 
 
 def expected_alerts(scenario: Scenario) -> set[tuple[str, str, str]]:

@@ -19,9 +19,6 @@ from kvwatch.thresholds import DEFAULTS, Thresholds
 SCENARIOS = {scenario.name: scenario for scenario in scenario_file.load_all()}
 GROUPS = (rules.RECORDING_GROUP, rules.ALERT_GROUP)
 
-# What vLLM's own metrics cannot show Prometheus; their alerts read what the agent reports.
-ONLY_THE_AGENT_KNOWS = {"concurrency_oversubscribed", "capacity_below_budget"}
-
 
 def promtool(folder: Path, test: dict[str, Any]) -> "subprocess.CompletedProcess[str]":
     program = binary("promtool")
@@ -87,6 +84,8 @@ MUTATIONS = (
     Mutation({"queue_time_warning_seconds": 0.7}, "queue_below_a_second"),
     Mutation({"kv_cache_has_room_ratio": 0.86}, "batch_at_its_cap_with_little_room"),
     Mutation({"kv_cache_has_room_ratio": 0.94}, "batch_pinned_by_the_pool"),
+    Mutation({"capacity_deviation_ratio": 0.07}, "pool_barely_below_its_budget"),
+    Mutation({"capacity_deviation_ratio": 0.03}, "pool_nearly_its_budget"),
     Mutation({"stall_seconds": 600}, "worker_hangs"),
     Mutation({"stall_seconds": 20}, "long_prefill", promql=False),  # its alert also waits, alert_critical_for_seconds
     Mutation({"hold_seconds": 10}, "full_with_a_queue_that_blinks_fast", promql=False),
@@ -114,8 +113,6 @@ def test_a_changed_threshold_is_noticed_by_the_alerts(mutation: Mutation, tmp_pa
 
 def test_every_check_has_one_scenario_that_fires_and_two_that_do_not() -> None:
     for check in checks.ALL:
-        if check.id in ONLY_THE_AGENT_KNOWS:
-            continue
         statuses = [str(scenario.expect.get(check.id)) for scenario in SCENARIOS.values()]
         firing = [s for s in statuses if "warning" in s or "critical" in s]
         silent = [s for s in statuses if s == "ok"]
@@ -125,8 +122,6 @@ def test_every_check_has_one_scenario_that_fires_and_two_that_do_not() -> None:
 
 def test_every_severity_of_a_check_fires_in_some_scenario() -> None:
     for check in checks.ALL:
-        if check.id in ONLY_THE_AGENT_KNOWS:
-            continue
         expected = {str(scenario.expect.get(check.id)) for scenario in SCENARIOS.values()}
         assert {rule.severity.value for rule in check.alert(DEFAULTS)} <= expected, check.id
 

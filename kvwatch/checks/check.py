@@ -13,7 +13,7 @@ from kvwatch.thresholds import Thresholds
 from kvwatch.window import Window
 
 # How annotations name the engine; the labels are those that recording rules and the agent set.
-ENGINE = "{{ $labels.model_name }} engine {{ $labels.engine }} on {{ or $labels.pod $labels.instance }}"
+ENGINE = "{{ $labels.model_name }} engine {{ $labels.engine }} on {{ or $labels.target $labels.pod $labels.instance }}"
 RUNBOOK_URL = "https://github.com/kvwatch/kvwatch/blob/main/docs/checks/{check}.md"
 
 

@@ -46,8 +46,8 @@ def evaluate(view: EngineView, _limits: Thresholds) -> Verdict:
 
 
 def alert(limits: Thresholds) -> tuple[AlertRule, ...]:
-    """Three ways in which silence would pass for health: an engine lacks a series, a live target lost all of them,
-    or this Prometheus has no vLLM at all.
+    """The ways in which silence would pass for health: an engine lacks a series, a live target lost all of them, an
+    agent cannot read its target, or this Prometheus has no vLLM at all.
     """
     seen = signals(limits)
     needed = ((seen.usage, KV_CACHE_USAGE), (seen.running, REQUESTS_RUNNING), (seen.waiting, REQUESTS_WAITING))
@@ -61,10 +61,11 @@ def alert(limits: Thresholds) -> tuple[AlertRule, ...]:
     return (
         warning(
             limits,
-            expr="\nor ".join((*lacking, f"({lost})", f"absent({seen.seen})")),
+            expr="\nor ".join((*lacking, f"({lost})", "kvwatch_scrape_success == 0", f"absent({seen.seen})")),
             summary=f"{{{{ with $labels.metric }}}}{ENGINE} does not expose {{{{ . }}}}"
+            "{{ else }}{{ with $labels.target }}kvwatch cannot read {{ . }}"
             "{{ else }}{{ with $labels.instance }}{{ . }} answers but exposes no vLLM metric any more"
-            "{{ else }}no vLLM engine is scraped{{ end }}{{ end }}",
+            "{{ else }}no vLLM engine is scraped{{ end }}{{ end }}{{ end }}",
         ),
     )
 

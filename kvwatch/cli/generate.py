@@ -1,4 +1,4 @@
-"""`kvwatch generate`: the alert rules and the reference pages, written or compared with what is there."""
+"""`kvwatch generate`: alert rules, dashboards and reference pages, written or compared with what is there."""
 
 import importlib.util
 from collections.abc import Mapping, Sequence
@@ -12,15 +12,23 @@ from kvwatch.errors import SettingError
 from kvwatch.thresholds import DEFAULTS, Thresholds
 
 RULES_FILE = "alerts/kvwatch.rules.yaml"
+DASHBOARDS_FOLDER = "dashboards"
 DOCS_FOLDER = "docs"
 HELP_WIDTH = 100
 
 _check = click.option("--check", is_flag=True, help="Write nothing; name the files that are stale and exit 1.")
+_changes = click.option(
+    "--threshold",
+    "changes",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="Another value for a threshold, for example kv_cache_saturated_ratio=0.98.",
+)
 
 
 @click.group("generate")
 def command() -> None:
-    """Write what follows from the checks and thresholds: alert rules and reference pages."""
+    """Write what follows from the checks and thresholds: alert rules, dashboards and reference pages."""
 
 
 @command.command("rules")
@@ -41,13 +49,7 @@ def command() -> None:
     show_default=True,
     help="A rule file of Prometheus, or a PrometheusRule resource of the Prometheus operator.",
 )
-@click.option(
-    "--threshold",
-    "changes",
-    multiple=True,
-    metavar="NAME=VALUE",
-    help="Another value for a threshold, for example kv_cache_saturated_ratio=0.98.",
-)
+@_changes
 @click.pass_context
 def rules_command(ctx: click.Context, *, check: bool, output: str, kind: str, changes: tuple[str, ...]) -> None:
     """Write recording and alert rules for Prometheus."""
@@ -59,6 +61,22 @@ def rules_command(ctx: click.Context, *, check: bool, output: str, kind: str, ch
         click.echo(text, nl=False)
         return
     _settle(ctx, {Path(output): text}, gone=(), check=check)
+
+
+@command.command("dashboards")
+@_check
+@click.option(
+    "--output", "-o", default=DASHBOARDS_FOLDER, show_default=True, metavar="DIR", help="Folder to write into."
+)
+@_changes
+@click.pass_context
+def dashboards_command(ctx: click.Context, *, check: bool, output: str, changes: tuple[str, ...]) -> None:
+    """Write the Grafana dashboards: fleet, engine, incident timeline."""
+    from kvwatch.generate.dashboards import dashboards
+
+    folder = Path(output)
+    files = {folder / name: text for name, text in dashboards(thresholds(changes)).items()}
+    _settle(ctx, files, gone=(), check=check)
 
 
 @command.command("reference")
