@@ -13,7 +13,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 .DEFAULT_GOAL := all
 .DELETE_ON_ERROR:
 .PHONY: all help demo test lint lint-python lint-text lint-generated lint-rules lint-deploy format generate golden bench \
-        oracle parts ci clean
+        oracle prove parts ci clean
 
 all: lint test  ## Lint and test: what a change must pass (the default)
 
@@ -76,6 +76,10 @@ golden: $(VENV)/.dev  ## Write the expected renderings anew; read the diff befor
 oracle:  ## Ask vLLM's own code for the truth that tests compare with; for a new vLLM release
 	tools/install_vllm.sh
 	$(KVWATCH_VLLM_PYTHON) tools/kv_oracle.py $(ARGS)
+
+prove: $(VENV)/.dev  ## Thrash a real vLLM, do what kvwatch says, measure: docs/proof.md, 8 minutes
+	tools/install_vllm.sh
+	PYTHONPATH=tests $(BIN)/python tools/prove.py
 
 # --- the machine ----------------------------------------------------------------------------------------------------
 

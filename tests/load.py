@@ -3,52 +3,57 @@
 Prompts are random letters. With the tiny model of `tools/tiny_model.py` one letter is one token.
 """
 
-import contextlib
 import http.client
 import json
 import random
 import socket
 import string
 import threading
-from collections.abc import Iterator
+import time
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """What the clients ask for: lengths are drawn evenly between the two numbers, both included."""
+    """What the clients ask for: lengths are drawn evenly between the two numbers, both included.
+
+    requests_per_client: after so many a client is done; without it only `stop` ends it.
+    gateway_max_in_flight: clients beyond it wait for their turn before they send, as behind a gateway with a cap.
+    """
 
     clients: int
     prompt_tokens: tuple[int, int]
     output_tokens: tuple[int, int]
+    requests_per_client: int | None = None
+    gateway_max_in_flight: int | None = None
     model: str = "tiny-llama"
     seed: int = 7
 
 
-@contextlib.contextmanager
-def load(address: str, traffic: Traffic) -> Iterator["Load"]:
-    """The traffic, flowing until the block ends."""
-    flowing = Load(address, traffic)
-    flowing.start()
-    try:
-        yield flowing
-    finally:
-        flowing.stop()
-
-
 @dataclass(slots=True)
 class Load:
-    """The clients, running from `start` to `stop`. `errors` holds what went wrong before `stop`."""
+    """The clients, running from `start` to `stop`. `errors` holds what went wrong before `stop`.
+
+    response_seconds: of every answered request, from the moment the client wanted to send it.
+    """
 
     address: str
     traffic: Traffic
-    answered: int = 0
+    response_seconds: list[float] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     _stopping: threading.Event = field(default_factory=threading.Event)
     _threads: list[threading.Thread] = field(default_factory=list)
     _connections: list[http.client.HTTPConnection] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
+    _gateway: threading.Semaphore = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._gateway = threading.Semaphore(self.traffic.gateway_max_in_flight or self.traffic.clients)
+
+    @property
+    def answered(self) -> int:
+        return len(self.response_seconds)
 
     def start(self) -> None:
         parts = urlsplit(self.address)
@@ -59,6 +64,11 @@ class Load:
             self._threads.append(threading.Thread(target=self._client, args=(number, connection), daemon=True))
         for thread in self._threads:
             thread.start()
+
+    def wait(self) -> None:
+        """Until every client has sent its requests_per_client and got its answers."""
+        for thread in self._threads:
+            thread.join()
 
     def stop(self) -> None:
         """Hang up. vLLM aborts the requests in flight, as it does when users close their browsers."""
@@ -71,7 +81,9 @@ class Load:
 
     def _client(self, number: int, connection: http.client.HTTPConnection) -> None:
         draw = random.Random(f"{self.traffic.seed}-{number}")
-        while not self._stopping.is_set():
+        sent = 0
+        while not self._stopping.is_set() and sent != self.traffic.requests_per_client:
+            sent += 1
             body = {
                 "model": self.traffic.model,
                 "prompt": "".join(draw.choices(string.ascii_letters, k=draw.randint(*self.traffic.prompt_tokens))),
@@ -79,20 +91,24 @@ class Load:
                 "ignore_eos": True,
                 "temperature": 0,
             }
-            try:
-                connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-                response = connection.getresponse()
-                answer = response.read()
-            except (OSError, http.client.HTTPException) as error:
-                if not self._stopping.is_set():
-                    self._note(repr(error))
-                return
-            if response.status != 200:
-                self._note(f"HTTP status {response.status}: {answer[:200]!r}")
-                return
+            started = time.monotonic()
+            with self._gateway:
+                problem = _send(connection, body)
             with self._lock:
-                self.answered += 1
+                if problem is None:
+                    self.response_seconds.append(time.monotonic() - started)
+                elif not self._stopping.is_set():
+                    self.errors.append(problem)
+            if problem is not None:
+                return
 
-    def _note(self, error: str) -> None:
-        with self._lock:
-            self.errors.append(error)
+
+def _send(connection: http.client.HTTPConnection, body: dict[str, object]) -> str | None:
+    """Post a completion and read its answer; what went wrong, or None."""
+    try:
+        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        answer = response.read()
+    except (OSError, http.client.HTTPException) as error:
+        return repr(error)
+    return None if response.status == 200 else f"HTTP status {response.status}: {answer[:200]!r}"
