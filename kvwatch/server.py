@@ -138,6 +138,7 @@ class Handler(BaseHTTPRequestHandler):
     server: "Server"
     server_version = "kvwatch"
     sys_version = ""
+    default_request_version = "HTTP/1.0"  # so that an answer to a malformed request has a status line
 
     def setup(self) -> None:
         super().setup()
@@ -227,7 +228,6 @@ class Server(ThreadingHTTPServer):
         except (OSError, OverflowError) as error:
             reason = getattr(error, "strerror", None) or str(error)
             raise SettingError(f"--listen {host}:{port}: {reason}; give another port or host") from error
-        self._thread = threading.Thread(target=self.serve_forever, name="server", daemon=True)
 
     @property
     def url(self) -> str:
@@ -235,8 +235,9 @@ class Server(ThreadingHTTPServer):
         shown = f"[{host!s}]" if ":" in str(host) else str(host)
         return f"http://{shown}:{port}"
 
-    def start(self) -> None:
-        self._thread.start()
+    def start(self, *, poll_seconds: float = 0.5) -> None:
+        """Serve from a thread. Every `poll_seconds` it looks whether to stop."""
+        threading.Thread(target=self.serve_forever, args=(poll_seconds,), name="server", daemon=True).start()
 
     def stop(self) -> None:
         """Accept no more requests; those being answered are daemons and end with the process."""
