@@ -3,13 +3,13 @@
 from grafana_foundation_sdk.builders import dashboard
 from grafana_foundation_sdk.models import dashboard as models
 
+from kvwatch.generate.dashboards import TAG
 from kvwatch.generate.panels import SOURCE
 from kvwatch.generate.queries import AGENT_STATUS, RATE, alerts, names
 from kvwatch.recording import selectors
 from kvwatch.vllm_metrics import GENERATION_TOKENS, PROCESS_START_TIME, REQUESTS_RUNNING
 
-TAG = "kvwatch"
-FLEET, ENGINE, INCIDENT = "kvwatch-fleet", "kvwatch-engine", "kvwatch-incident"
+FLEET, ENGINE, INCIDENT = (f"{TAG}-{name}" for name in ("fleet", "engine", "incident"))
 EVERYTHING = ".*"
 """What "All" stands for: it matches an absent label too."""
 
