@@ -437,6 +437,14 @@ def test_a_page_that_cannot_be_read_is_left_out_and_noted(tmp_path: Path) -> Non
     assert notes[0].startswith(f"{folder}: 2 of 4 pages left out; the first: 2000.prom: the page ends inside a line")
 
 
+def test_an_engine_that_later_pages_do_not_show_is_noted(tmp_path: Path) -> None:
+    two = engine_page(engine="0") + engine_page(engine="1", started=None, config={})
+    folder = capture_of(tmp_path, {"1000.prom": two, "2000.prom": two, "9000.prom": engine_page(engine="0")})
+    assert read(str(folder)).notes == [
+        f"m engine 1 on {folder}: not on the pages of the last 7 s; what is said of it is older"
+    ]
+
+
 def test_a_capture_of_unreadable_pages_is_an_error(tmp_path: Path) -> None:
     folder = capture_of(tmp_path, {"1000.prom": b"\xff", "2000.prom": "<html>"})
     assert "none of its 2 pages can be read; the first: 1000.prom" in refusal(str(folder))

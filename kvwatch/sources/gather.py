@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +10,7 @@ from pathlib import Path
 from kvwatch.capacity import EngineFacts
 from kvwatch.errors import ExpositionError, KvwatchError, SourceError
 from kvwatch.exposition import MAX_PAGE_BYTES, decode, read_samples
-from kvwatch.snapshot import Snapshot, snapshots
+from kvwatch.snapshot import EngineKey, Snapshot, snapshots
 from kvwatch.sources import Source
 from kvwatch.sources.capture import read_capture, read_page
 
@@ -58,7 +58,24 @@ def gather(
     if errors and not found.snapshots:
         raise errors[0] if len(errors) == 1 else SourceError("\n".join(str(error) for error in errors))
     found.failures = [str(error) for error in errors]
+    found.notes += _vanished(found.snapshots)
     return found
+
+
+def _vanished(snapshots: Iterable[Snapshot]) -> list[str]:
+    """Engines that later pages of their target do not show: what is said of them is old."""
+    seen: dict[str, dict[EngineKey, list[float]]] = {}
+    for snapshot in snapshots:
+        seen.setdefault(snapshot.key.target, {}).setdefault(snapshot.key, []).append(snapshot.at_seconds)
+    notes = []
+    for target, engines in seen.items():
+        newest = max(max(times) for times in engines.values())
+        for key, times in sorted(engines.items()):
+            if (ago := newest - max(times)) > 0:
+                notes.append(
+                    f"{key} on {target}: not on the pages of the last {ago:.0f} s; what is said of it is older"
+                )
+    return notes
 
 
 def _read_once(source: Source, history_seconds: float, headers: Mapping[str, str], found: Gathered) -> list[Snapshot]:
