@@ -36,6 +36,7 @@ class Kernels:
 
 
 _ANY_16 = Kernels(name="FLASH_ATTN", sizes=(16,))
+_ROCM = Kernels(name="ROCM_ATTN", sizes=(16,))
 _FLASHINFER = Kernels(name="FLASHINFER", sizes=(16, 32, 64), multiples=False)
 _CPU = Kernels(name="CPU_ATTN", sizes=(32,), default=128)
 _CPU_MLA = Kernels(name="CPU_MLA", sizes=(16,), multiples=False)
@@ -53,6 +54,9 @@ def kernels_for(model: ModelSpec, engine: ResolvedEngine) -> Kernels:
     device = engine.device
     if device is not None and device.is_cpu:
         return _CPU_MLA if model.uses_mla else _CPU
+    if device is not None and device.is_amd:
+        # vllm/platforms/rocm.py: every backend there, sparse MLA included, takes multiples of 16.
+        return _ULTRAQUANT if engine.kv_cache_dtype == "ultraquant_4bit" else _ROCM
     major = device.capability[0] if device is not None and device.capability is not None else 0
     if "mla_indexer" in model.kinds:
         return _SPARSE_MLA

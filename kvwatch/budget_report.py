@@ -168,20 +168,28 @@ def _remedies(planned: Plan, engine: EngineConfig, memory_for: Callable[[EngineC
 
 
 def _warnings(planned: Plan, engine: EngineConfig, budget: Budget | None) -> tuple[str, ...]:
-    """What vLLM refuses after it has planned the cache: fewer blocks than sequences where each needs a state.
+    """What vLLM refuses before or after it has planned the cache."""
+    found = []
+    asked, most = planned.engine.max_model_len, planned.model.max_model_len
+    if asked > most:
+        found.append(
+            f"--max-model-len {asked} is more than the model's own {most}: vLLM refuses it unless "
+            "VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 is set or --hf-overrides changes the rope scaling."
+        )
+    if budget is not None and _lacks_state_blocks(planned, engine, budget):
+        found.append(
+            f"vLLM refuses to capture CUDA graphs: max_num_seqs {budget.max_num_seqs} exceeds the "
+            f"{budget.num_gpu_blocks} blocks, and each running sequence needs one for its state. Give --max-num-seqs "
+            f"{budget.num_gpu_blocks} or less."
+        )
+    return tuple(found)
 
-    Source: vLLM 0.32.0, vllm/config/compilation.py ("max_num_seqs exceeds available Mamba cache blocks").
-    """
-    if budget is None or "state" not in planned.model.kinds or engine.enforce_eager:
-        return ()
-    if engine.vllm_version < _STATE_BLOCKS_CHECKED_SINCE or budget.max_num_seqs <= budget.num_gpu_blocks:
-        return ()
-    text = (
-        f"vLLM refuses to capture CUDA graphs: max_num_seqs {budget.max_num_seqs} exceeds the {budget.num_gpu_blocks} "
-        f"blocks, and each running sequence needs one for its state. Give --max-num-seqs {budget.num_gpu_blocks} or "
-        "less."
-    )
-    return (text,)
+
+def _lacks_state_blocks(planned: Plan, engine: EngineConfig, budget: Budget) -> bool:
+    """vllm/config/compilation.py: "max_num_seqs exceeds available Mamba cache blocks"."""
+    if "state" not in planned.model.kinds or engine.enforce_eager:
+        return False
+    return engine.vllm_version >= _STATE_BLOCKS_CHECKED_SINCE and budget.max_num_seqs > budget.num_gpu_blocks
 
 
 def default_contexts(max_model_len: int) -> tuple[int, ...]:

@@ -32,6 +32,11 @@ class Device:
     def is_cpu(self) -> bool:
         return self.name.lower() == "cpu"
 
+    @property
+    def is_amd(self) -> bool:
+        """On ROCm vLLM has other kernels, and `capability` is not CUDA's."""
+        return self.name.upper().startswith("AMD")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
@@ -265,7 +270,8 @@ def _kv_cache_dtype(engine: EngineConfig, model: ModelSpec) -> tuple[str, Source
     if dtype == "auto":
         dtype, source = model.kv_cache_dtype or "auto", "derived"
     device = engine.device
-    major = device.capability[0] if device is not None and device.capability is not None else 0
+    is_cuda = device is not None and device.capability is not None and not device.is_amd
+    major = device.capability[0] if is_cuda and device and device.capability else 0
     if "mla_indexer" in model.kinds:
         # vllm/model_executor/models/config.py: GLM with DSA takes fp8 on Blackwell unless told otherwise.
         if dtype == "auto" and model.architecture == "GlmMoeDsaForCausalLM" and major == 10:

@@ -71,6 +71,26 @@ _BY_OPTION = {spelling: flag for flag in FLAGS for spelling in (flag.option, *fl
 _BY_OPTION["--kv-cache-memory"] = _BY_OPTION["--kv-cache-memory-bytes"]  # what vLLM's log line prints
 _BY_OPTION["--device-memory-utilization"] = _BY_OPTION["--gpu-memory-utilization"]  # alias since 0.33
 
+# vLLM 0.32's flags without a value, those of the table aside.
+_SWITCH_PREFIXES = ("--enable-", "--disable-", "--no-", "--use-", "--trust-", "--skip-")
+_OTHER_SWITCHES = frozenset(
+    {
+        "--aggregate-engine-logging",
+        "--allow-deprecated-quantization",
+        "--cudagraph-metrics",
+        "--exclude-tools-when-tool-choice-none",
+        "--fully-sharded-loras",
+        "--headless",
+        "--kv-cache-metrics",
+        "--kv-sharing-fast-prefill",
+        "--language-model-only",
+        "--log-error-stack",
+        "--mm-encoder-only",
+        "--return-tokens-as-token-ids",
+        "--scheduler-reserve-full-isl",
+        "--tokens-only",
+    }
+)
 # Binary with a capital letter, decimal with a small one, as vLLM reads them.
 _SUFFIX = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40, "": 1}
 _HUMAN = re.compile(r"(\d+(?:\.\d+)?)([kKmMgGtT]?)(?:i?[bB])?")
@@ -203,7 +223,7 @@ def parse_words(words: list[str]) -> CommandLine:
         flag, negated = _find(name)
         if flag is None:
             ignored.append(name)
-            if not equals and rest and not rest[0].startswith("-"):
+            if not equals and not _is_switch(name) and rest and not rest[0].startswith("-"):
                 rest.pop(0)
             continue
         _set(flag, negated=negated, inline=inline if equals else None, rest=rest, fields=fields)
@@ -241,6 +261,11 @@ def _find(name: str) -> tuple[Flag | None, bool]:
         positive = _BY_OPTION.get("--" + name[len("--no-") :])
         return (positive, True) if positive is not None and positive.kind == "switch" else (None, False)
     return None, False
+
+
+def _is_switch(name: str) -> bool:
+    """Whether a flag without effect here stands alone: the word after it may be the model."""
+    return name.startswith(_SWITCH_PREFIXES) or name in _OTHER_SWITCHES
 
 
 def _set(flag: Flag, *, negated: bool, inline: str | None, rest: list[str], fields: dict[str, Any]) -> None:

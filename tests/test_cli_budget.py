@@ -227,6 +227,20 @@ def test_a_folder_is_read_with_its_quantisation_and_its_index(tmp_path: Path) ->
     assert run("--model", str(tmp_path.parent)).exit_code == 2
 
 
+def test_a_model_that_this_machine_has_downloaded_is_found_by_name(tmp_path: Path) -> None:
+    snapshot = tmp_path / "hub" / "models--acme--secret-7b" / "snapshots" / "0123abcd"
+    snapshot.mkdir(parents=True)
+    write(snapshot, budget_cases.truth()["configs"]["Llama-3.1-8B"])
+    found = document("--model", "acme/secret-7b", env={"HF_HOME": str(tmp_path)})
+    assert (found["model"]["name"], found["budget"]["bytes_per_token"]) == ("acme/secret-7b", 131072)
+    assert run("--model", "acme/other-7b", env={"HF_HOME": str(tmp_path)}).exit_code == 2
+
+
+def test_a_length_beyond_the_models_own_is_warned_about(llama: str) -> None:
+    found = document("--model", llama, "--max-model-len", "200000")
+    assert "vLLM refuses it unless VLLM_ALLOW_LONG_MAX_MODEL_LEN=1" in found["warnings"][0]
+
+
 # --- whole command lines and precedence ---
 
 

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvwatch.budget import plan_for
 from kvwatch.engine import Device, EngineConfig, resolve
 from kvwatch.errors import SettingError
 from kvwatch.model import read_model
@@ -139,6 +140,15 @@ def test_sparse_mla_stores_fp8_in_its_own_layout_except_on_blackwell() -> None:
     assert resolve(EngineConfig(device=H100, kv_cache_dtype="bfloat16"), model).kv_cache_dtype == "auto"
 
 
+def test_amd_cards_have_kernels_of_their_own() -> None:
+    mi300 = Device(name="AMD Instinct MI300X", memory_bytes=196592 << 20, capability=(9, 4))
+    for name, size in (("DeepSeek-V3", 16), ("DeepSeek-V3.2", 16), ("Llama-3.1-8B", 16)):
+        engine = EngineConfig(device=mi300, kv_cache_dtype="fp8" if name == "DeepSeek-V3" else "auto")
+        assert plan_for(budget_cases.model(name), engine).block_size_tokens == size
+    resolved = resolve(EngineConfig(device=mi300), budget_cases.model("Llama-3.1-8B"))
+    assert resolved.max_num_batched_tokens == 16384
+
+
 def test_prefix_caching_and_state_blocks_by_kind_of_model() -> None:
     hybrid, pure, dense = (budget_cases.model(name) for name in ("Qwen3-Next-80B-A3B", "Mamba2-2.7B", "Qwen3-8B"))
     resolved = [resolve(EngineConfig(), model) for model in (hybrid, pure, dense)]
@@ -197,6 +207,11 @@ def test_a_serve_command_line() -> None:
         "gpu_memory_utilization": 0.9,
     }
     assert line.ignored == ("--port", "--trust-remote-code")
+
+
+def test_a_model_after_a_flag_that_takes_no_value() -> None:
+    line = parse_command_line("vllm serve --trust-remote-code --enable-lora --seed 1 org/model --headless -tp 2")
+    assert (line.model, line.fields) == ("org/model", {"tensor_parallel_size": 2})
 
 
 def test_a_containers_argument_list() -> None:

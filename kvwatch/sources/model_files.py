@@ -1,11 +1,12 @@
-"""A model for a budget: a folder, a config.json, or the name of a model known offline. Nothing is fetched.
+"""A model for a budget: a folder, a config.json, the name of a downloaded or of a known model. Nothing is fetched.
 
 Beside config.json the folder's hf_quant_config.json (ModelOpt) and model.safetensors.index.json (the weights' size) are
 read where they exist.
 """
 
 import json
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,19 @@ def load_model(text: str) -> ModelFiles:
         return ModelFiles(name=_name(path), config=_object(path), weights_bytes=None, origin=str(path))
     if path.suffix == ".json" or text.startswith((".", "/", "~")):
         raise SourceError(f"--model {text}: no such file or folder. Give a config.json, its folder, or a model's name.")
-    return _known(text)
+    return _downloaded(text) or _known(text)
+
+
+def _downloaded(name: str) -> ModelFiles | None:
+    """A model that the Hugging Face cache of this machine holds (`org/name`), newest snapshot first."""
+    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")) / "hub"
+    folder = Path(os.environ.get("HF_HUB_CACHE", home)).expanduser() / f"models--{name.replace('/', '--')}" / "snapshots"
+    if "/" not in name or not folder.is_dir():
+        return None
+    snapshots = sorted(folder.glob("*/config.json"), key=lambda path: path.stat().st_mtime, reverse=True)
+    if not snapshots:
+        return None
+    return replace(_folder(snapshots[0].parent), name=name)
 
 
 def _folder(folder: Path) -> ModelFiles:
