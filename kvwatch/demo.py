@@ -2,10 +2,12 @@
 
 The recording is a real vLLM 0.32.0 with a tiny model on the CPU and a pool of 256 blocks: a few seconds without load,
 then more requests than the pool carries. Pages are served unchanged at the pace they were recorded. After the last one
-the recording starts over; its counters fall, which reads as what it is, an engine that restarted.
+the recording starts over as an engine that was restarted: with a later start time of its process, and nothing else
+changed.
 """
 
 import io
+import re
 import socketserver
 import tarfile
 import threading
@@ -17,8 +19,11 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
 
+from kvwatch.vllm_metrics import PROCESS_START_TIME
+
 RECORDING = "data/demo/recording.tar.gz"
 _PAGE = ".prom"
+_START_LINE = re.compile(rb"^(%s )(\S+)$" % PROCESS_START_TIME.encode(), re.MULTILINE)
 # Path of vLLM's API -> file in the recording.
 _API = {"/version": "version.json", "/v1/models": "models.json"}
 
@@ -39,8 +44,13 @@ class Recording:
 
     def page(self, elapsed_seconds: float) -> bytes:
         """The page that the server showed so long after the start of the recording, over and over."""
-        offset = elapsed_seconds % self.period_seconds
-        return self.pages[bisect_right(self.offsets_seconds, offset) - 1]
+        times, offset = divmod(elapsed_seconds, self.period_seconds)
+        page = self.pages[bisect_right(self.offsets_seconds, offset) - 1]
+        if not times:
+            return page
+        return _START_LINE.sub(
+            lambda line: line.group(1) + repr(float(line.group(2)) + times * self.period_seconds).encode(), page
+        )
 
 
 def load_recording() -> Recording:
