@@ -16,7 +16,8 @@ from kvwatch.versions import EARLIEST_KNOWN, LATEST_KNOWN, Rules, Version, rules
 _GIB = 1 << 30
 _SPARSE_DTYPES = {"fp8": "fp8_ds_mla", "fp8_e4m3": "fp8_ds_mla"}
 _LOCAL = frozenset({"sliding_window", "chunked_local"})
-_MTP = frozenset({None, "mtp", "deepseek_mtp"})
+_MTP = frozenset({None, "mtp", "deepseek_mtp", "qwen3_next_mtp", "glm4_moe_mtp", "mimo_mtp", "ernie_mtp"})
+_WITHOUT_LAYERS = frozenset({"ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"})
 Source = Literal["given", "observed", "derived", "assumed"]
 
 
@@ -132,6 +133,11 @@ def resolve(engine: EngineConfig, model: ModelSpec) -> ResolvedEngine:
             f"no GPU named: max_num_batched_tokens {max_num_batched_tokens} is vLLM's default for a small one, and "
             "window layers keep that many tokens more. Give --gpu or --max-num-batched-tokens"
         )
+    if "state" in model.kinds and version < (0, 10):
+        assumptions.append("vLLM before 0.10 kept recurrent states outside the KV cache; this plan has them inside")
+    loads_draft = engine.num_speculative_tokens > 0 and engine.speculative_method in _MTP and bool(model.draft_layers)
+    if engine.num_speculative_tokens > 0 and not loads_draft and engine.speculative_method not in _WITHOUT_LAYERS:
+        assumptions.append("the KV cache of the draft model is not included: its layers are not known")
     batches = _concurrent_batches(engine, rules, assumptions, model)
     kv_cache_dtype, dtype_source = _kv_cache_dtype(engine, model)
     prefix_caching = _prefix_caching(engine, model, rules)
@@ -173,7 +179,7 @@ def resolve(engine: EngineConfig, model: ModelSpec) -> ResolvedEngine:
         mamba_cache_dtype=engine.mamba_cache_dtype,
         mamba_ssm_cache_dtype=engine.mamba_ssm_cache_dtype,
         num_speculative_tokens=engine.num_speculative_tokens,
-        has_draft_layers=engine.num_speculative_tokens > 0 and engine.speculative_method in _MTP,
+        has_draft_layers=loads_draft,
         max_concurrent_batches=batches,
         in_flight_tokens=max_num_batched_tokens * (batches if rules.in_flight_counts_batches else 1),
         sources=tuple(sources.items()),

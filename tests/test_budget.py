@@ -189,6 +189,13 @@ def test_draft_layers_are_paid_for_only_when_speculating() -> None:
     assert drafted.block_bytes_per_rank == plain.block_bytes_per_rank // 61 * 62
 
 
+def test_a_draft_model_of_unknown_layers_is_named_as_left_out() -> None:
+    eagle = plan_for(LLAMA_8B, EngineConfig(device=H100, num_speculative_tokens=3, speculative_method="eagle3"))
+    assert any("draft model is not included" in text for text in eagle.engine.assumptions)
+    ngram = plan_for(LLAMA_8B, EngineConfig(device=H100, num_speculative_tokens=3, speculative_method="ngram"))
+    assert ngram.engine.assumptions == ()
+
+
 def test_skipped_layers_keep_the_models_dtype() -> None:
     planned = plan_for(
         LLAMA_8B, EngineConfig(kv_cache_dtype="fp8", kv_cache_dtype_skip_layers=("0", "31"), device=H100)

@@ -40,7 +40,7 @@ def layout(fields: Fields, architecture: str) -> Layout:
         every = fields.count("full_attention_interval", default=4)
         types = ["linear_attention" if (index + 1) % every else "full_attention" for index in range(model.layers)]
     layers = tuple(_by_type(fields, index, kind, attention, state) for index, kind in enumerate(types))
-    modules = fields.count_or_zero("mtp_num_hidden_layers", "num_nextn_predict_layers", default=0)
+    modules = fields.count_or_zero("mtp_num_hidden_layers", "num_nextn_predict_layers", default=1)
     return Layout(layers=layers, draft_layers=((attention,),) * modules)
 
 

@@ -109,7 +109,8 @@ def layout(fields: Fields, architecture: str) -> Layout:
         return _block_configs(fields)
     model = _dims(fields, architecture)
     cache = _cache(model, _window(fields, architecture, model.layers))
-    return Layout(layers=((cache,),) * model.layers)
+    modules = fields.count_or_zero("num_nextn_predict_layers", default=0)
+    return Layout(layers=((cache,),) * model.layers, draft_layers=((cache,),) * modules)
 
 
 def _cache(model: Dims, window_tokens: int | None) -> LayerCache:

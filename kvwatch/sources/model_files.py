@@ -44,7 +44,8 @@ def load_model(text: str) -> ModelFiles:
 def _downloaded(name: str) -> ModelFiles | None:
     """A model that the Hugging Face cache of this machine holds (`org/name`), newest snapshot first."""
     home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")) / "hub"
-    folder = Path(os.environ.get("HF_HUB_CACHE", home)).expanduser() / f"models--{name.replace('/', '--')}" / "snapshots"
+    repository = f"models--{name.replace('/', '--')}"
+    folder = Path(os.environ.get("HF_HUB_CACHE", home)).expanduser() / repository / "snapshots"
     if "/" not in name or not folder.is_dir():
         return None
     snapshots = sorted(folder.glob("*/config.json"), key=lambda path: path.stat().st_mtime, reverse=True)
