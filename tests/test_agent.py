@@ -19,7 +19,6 @@ from parts import alertmanager, answers, eventually, free_port, get, get_json, s
 
 from kvwatch import agent as agent_module
 from kvwatch.agent import Agent, next_round
-from kvwatch.cli.engine_flags import engine_facts
 from kvwatch.config import Config
 from kvwatch.errors import SettingError, SourceError
 from kvwatch.exposition import MAX_PAGE_BYTES
@@ -90,7 +89,7 @@ def agent_for(*targets: str, interval: float = 5.0, **settings: object) -> tuple
         **settings,  # type: ignore[arg-type]
     )
     board = Board(interval_seconds=interval)
-    return Agent(config, facts_of=lambda made, told: engine_facts(made, told, {}), board=board), board
+    return Agent(config, facts_of=lambda _made, told: told, board=board), board
 
 
 def status_of(engine: EngineReport, check: str) -> tuple[Status, str]:
