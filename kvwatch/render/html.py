@@ -3,18 +3,23 @@
 Everything from outside is escaped, and a content security policy allows nothing but the page's own style and script.
 """
 
+from __future__ import annotations
+
 import hashlib
 from base64 import b64encode
 from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
 from html import escape
+from typing import TYPE_CHECKING
 
 from kvwatch import __version__
 from kvwatch.checks import ALL
 from kvwatch.finding import Finding, Status, overall
-from kvwatch.recommend import Recommendation
 from kvwatch.render.html_assets import SCRIPT, STYLE
 from kvwatch.report import EngineReport, Report
+
+if TYPE_CHECKING:
+    from kvwatch.recommend import Recommendation
 
 _WORD = {Status.OK: "OK", Status.UNKNOWN: "UNKNOWN", Status.WARNING: "WARNING", Status.CRITICAL: "CRITICAL"}
 _ICON_COLOUR = {
