@@ -4,11 +4,12 @@ Times are ticks. Requests become flights only when they arrive, so a long list c
 """
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 from kvwatch.lockstep import Flight
 from kvwatch.simulation import Request
+from kvwatch.ticks import to_ticks
 
 
 class Arrivals:
@@ -20,12 +21,10 @@ class Arrivals:
         *,
         clients: int | None,
         block_size: int | None,
-        ticks: Callable[[float], int],
     ) -> None:
         """`block_size` is that of the prefix cache; None without one."""
         self._requests = requests
         self._block_size = block_size
-        self._ticks = ticks
         self._resent: list[tuple[int, int, Flight]] = []  # heap of (time, index, flight)
         self._position = 0
         self._closed = clients is not None
@@ -75,7 +74,7 @@ class Arrivals:
 
     def _look_ahead(self) -> None:
         if self._position < len(self._order):
-            self._next_at = self._ticks(self._requests[self._order[self._position]].at_seconds)
+            self._next_at = to_ticks(self._requests[self._order[self._position]].at_seconds)
         else:
             self._next_at = None
 

@@ -44,7 +44,10 @@ class BlockPool:
         self._evict_unhashed_first = evict_unhashed_first
 
     def take(self, blocks: int) -> None:
-        """Pop blocks from the front of the queue; popping a cached one evicts it. The caller checked `free`."""
+        """Pop blocks from the front of the queue; popping a cached one evicts it. The caller checked `free`.
+
+        Fewer than none puts blocks back to the front.
+        """
         self.free -= blocks
         missing = blocks - self._unhashed
         if missing <= 0:

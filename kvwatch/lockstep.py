@@ -14,8 +14,8 @@ from kvwatch.simulation import KvGroup, Request
 class Flight:
     """One request on its way through the engine.
 
-    While it is in lockstep, `offset` says where it is; otherwise `computed` (tokens whose KV is there) and `tokens`
-    (prompt and output so far) do. Times are ticks.
+    While it is in lockstep, `offset` says where it is; otherwise `computed` (tokens whose KV is there), `tokens`
+    (prompt and output so far) and `held_blocks` do. Times are ticks.
     """
 
     __slots__ = (
@@ -25,6 +25,7 @@ class Flight:
         "attempts",
         "computed",
         "finish_step",
+        "held_blocks",
         "high_water",
         "in_lockstep",
         "index",
@@ -55,6 +56,7 @@ class Flight:
         self.offset = 0
         self.in_lockstep = False
         self.finish_step = 0
+        self.held_blocks = 0
         self.admission = 0  # place in the running queue: greater is later
         self.was_admitted = False
         self.last_token_at: int | None = None
@@ -70,7 +72,8 @@ class _Boundaries:
     def __init__(self, group: KvGroup) -> None:
         self.block_size = group.block_size
         # From so many tokens on, a request needs no further block of this group.
-        self.cap_tokens = None if group.max_blocks is None else group.max_blocks * group.block_size
+        cap = group.decoding_cap_blocks
+        self.cap_tokens = None if cap is None else cap * group.block_size
         self.members = 0
         self.crossing = [0] * group.block_size  # at [step % block_size]: members that need a block in that step
 

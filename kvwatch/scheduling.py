@@ -9,31 +9,18 @@ speculative decoding, KV connectors, LoRA limits, multi-modal encoders, asynchro
 Why it is fast: requests that decode advance by one token a step, all together (kvwatch/lockstep.py). A stretch of
 steps in which nobody is admitted, finishes, is preempted or lacks a block is one addition. Only prefills, preemptions
 and the ends of requests cost work.
-
-Time is counted in integers (ticks of 1e-21 s), so sums are exact and no result depends on how steps are grouped.
 """
 
 import heapq
 from collections import deque
 from collections.abc import Sequence
-from decimal import Decimal
 
 from kvwatch.arrivals import Arrivals
 from kvwatch.blockpool import BlockPool, SharedBlock
 from kvwatch.lockstep import Flight, Lockstep
 from kvwatch.simulation import CostModel, Request, Retry, SchedulerSettings, StepTrace, Trace
 from kvwatch.tally import Tally
-
-TICKS_PER_SECOND = 10**21
-
-
-def to_ticks(seconds: float) -> int:
-    """Ticks of the decimal number that `seconds` prints as: 0.02 is a fiftieth, not the binary float next to it."""
-    return int(Decimal(repr(seconds)).scaleb(21))
-
-
-def seconds_of(ticks: int) -> float:
-    return ticks / TICKS_PER_SECOND
+from kvwatch.ticks import seconds_of, to_ticks
 
 
 class Engine:
@@ -50,11 +37,11 @@ class Engine:
         trace: Trace | None,
     ) -> None:
         groups = settings.kv_groups
-        unit = sum(group.max_blocks is None for group in groups)
+        unit = sum(group.is_full for group in groups)
         caching = settings.enable_prefix_caching and unit > 0
         self._settings = settings
         self._block_size = settings.block_size
-        self._single_group = groups[0] if len(groups) == 1 and unit == 1 else None
+        self._is_hybrid = len(groups) > 1 or unit == 0
         self._cached_unit = unit if caching else 0
         self._watermark_blocks = int(settings.watermark * settings.num_gpu_blocks)
         self._active_limit = settings.active_seqs_limit
@@ -65,9 +52,7 @@ class Engine:
             evict_unhashed_first=settings.evict_unhashed_first or not caching,
         )
         self._lockstep = Lockstep(groups)
-        self._arrivals = Arrivals(
-            requests, clients=clients, block_size=settings.block_size if caching else None, ticks=to_ticks
-        )
+        self._arrivals = Arrivals(requests, clients=clients, block_size=settings.block_size if caching else None)
         self._waiting: deque[Flight] = deque()
         self._running: dict[Flight, None] = {}  # in the order of admission
         self._partial: list[Flight] = []  # those of them that are not in lockstep, in the same order
@@ -190,12 +175,13 @@ class Engine:
                     return None
                 chunk = budget  # the last in the queue gets what the others leave
             budget -= chunk
-            blocks += self._blocks(flight.computed + chunk) - self._blocks(flight.computed)
+            blocks += self._growth(flight, flight.computed, chunk)
             chunks.append((flight, chunk))
         if budget < 0 or blocks > self._pool.free:
             return None
         self._pool.take(blocks)
         for flight, chunk in chunks:
+            flight.held_blocks += self._growth(flight, flight.computed, chunk)
             self._share_prefix(flight, flight.computed + chunk)
         return chunks, budget
 
@@ -213,7 +199,7 @@ class Engine:
             if not flight.in_lockstep:
                 wanted = flight.tokens - computed
                 chunk = min(threshold if 0 < threshold < wanted else wanted, budget)
-            blocks = self._blocks(computed + chunk) - self._blocks(computed)
+            blocks = self._growth(flight, computed, chunk)
             while blocks > pool.free and (not preempted or preempted[-1] is not flight):
                 preempted.append(order.pop())
                 self._preempt(preempted[-1])
@@ -221,6 +207,7 @@ class Engine:
                 break
             pool.take(blocks)
             if not flight.in_lockstep:
+                flight.held_blocks += blocks
                 self._share_prefix(flight, computed + chunk)
                 chunks.append((flight, chunk))
             budget -= chunk
@@ -275,14 +262,18 @@ class Engine:
         # Hit blocks that nobody holds are free, but leave the free queue when they are claimed.
         available = pool.free - idle * unit - (self._watermark_blocks if self._running else 0)
         held = hits * unit
-        if self._settings.scheduler_reserve_full_isl and self._blocks(flight.tokens) - held > available:
-            return 0
-        blocks = self._blocks(computed + chunk) - held
+        if self._settings.scheduler_reserve_full_isl:
+            whole = self._settings.admission_blocks(flight.tokens) if self._is_hybrid else self._cdiv(flight.tokens)
+            if whole - held > available:
+                return 0
+        flight.held_blocks = held
+        blocks = self._growth(flight, computed, chunk)
         if blocks > available:
             return 0
         if hits:
             pool.claim(owner=flight, own=own, shared=shared)
         pool.take(blocks)
+        flight.held_blocks += blocks
         self._seat(flight, computed)
         flight.shared = shared
         self._share_prefix(flight, computed + chunk)
@@ -380,6 +371,8 @@ class Engine:
             self.tally.ttft.append(seconds_of(self.now - flight.arrival))
         else:
             self.tally.itl.add(seconds_of(self.now - flight.last_token_at))
+        if self._is_hybrid:  # from now on it holds no more than its windows
+            self._pool.take(self._settings.blocks(flight.computed) - flight.held_blocks)
         self._lockstep.join(flight)
 
     # ---- leaving -------------------------------------------------------------------------------------------------
@@ -392,6 +385,7 @@ class Engine:
     def _leave_lockstep(self, flight: Flight) -> None:
         self._lockstep.leave(flight)
         flight.last_token_at = self.now
+        flight.held_blocks = self._settings.blocks(flight.computed) if self._is_hybrid else self._cdiv(flight.computed)
 
     def _release(self, flight: Flight) -> None:
         """Take a request off the running queue and free its blocks."""
@@ -403,9 +397,7 @@ class Engine:
         computed, unit = flight.computed, self._cached_unit
         cached = computed // self._block_size if unit else 0
         own = (cached - len(flight.shared)) * unit
-        self._pool.give_back(
-            owner=flight, unhashed=self._blocks(computed) - cached * unit, own=own, shared=flight.shared
-        )
+        self._pool.give_back(owner=flight, unhashed=flight.held_blocks - cached * unit, own=own, shared=flight.shared)
         flight.shared = []
         self.tally.recomputed_tokens += min(computed, flight.high_water) - flight.phase_start
         flight.high_water = max(computed, flight.high_water)
@@ -413,10 +405,16 @@ class Engine:
 
     # ---- helpers -------------------------------------------------------------------------------------------------
 
-    def _blocks(self, tokens: int) -> int:
-        if self._single_group:
-            return -(-tokens // self._block_size)
-        return self._settings.blocks(tokens)
+    def _growth(self, flight: Flight, computed: int, chunk: int) -> int:
+        """Blocks that `chunk` more tokens take; fewer than none where a window moves on by more than it takes."""
+        if not self._is_hybrid:
+            return self._cdiv(computed + chunk) - self._cdiv(computed)
+        if flight.in_lockstep:
+            return self._settings.blocks(computed + chunk) - self._settings.blocks(computed)
+        return self._settings.chunk_blocks(computed, computed + chunk) - flight.held_blocks
+
+    def _cdiv(self, tokens: int) -> int:
+        return -(-tokens // self._block_size)
 
     def _emit(self, trace: Trace, chunks: list[tuple[Flight, int]], preempted: list[Flight], steps: int) -> None:
         """Spell out a stretch step by step."""

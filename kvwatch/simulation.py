@@ -15,19 +15,61 @@ DEFAULT_BLOCK_SIZE = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvGroup:
-    """One KV cache group of a hybrid model: a request holding n tokens holds `min(ceil(n / block_size), max_blocks)`.
+    """One KV cache group of a hybrid model: how many blocks a request holds in it.
 
-    Full attention has no `max_blocks`. A sliding window of w tokens holds about `ceil((w - 1) / block_size) + 1`
-    blocks, a state-space layer 1 or 2. vLLM frees the blocks behind a window one by one, so a window's real count
-    goes up and down by one block around this cap: an approximation.
+    Full attention (neither field given) keeps a block for every `block_size` tokens. A sliding window frees the blocks
+    that have left its `window_tokens`, at the start of the next step. A state-space layer keeps `max_blocks`, 1 or 2.
+
+    SOURCE: vllm/v1/core/single_type_kv_cache_manager.py (0.32.0), remove_skipped_blocks, get_num_skipped_tokens and
+    get_num_blocks_to_allocate; vllm/v1/kv_cache_interface.py, SlidingWindowSpec.max_admission_blocks_per_request. Once
+    a request decodes, a window's count is held at its maximum, where vLLM's goes up and down by one block.
     """
 
     block_size: int
+    window_tokens: int | None = None
     max_blocks: int | None = None
 
+    def __post_init__(self) -> None:
+        for name in ("block_size", "window_tokens", "max_blocks"):
+            if getattr(self, name) is not None:
+                _at_least(name, getattr(self, name), 1)
+        if self.window_tokens is not None and self.max_blocks is not None:
+            raise SettingError(
+                f"a group has both window_tokens ({self.window_tokens}) and max_blocks ({self.max_blocks}); give "
+                "window_tokens for a sliding window, max_blocks for a state of fixed size."
+            )
+
+    @property
+    def is_full(self) -> bool:
+        """Whether a request's blocks grow with all its tokens."""
+        return self.window_tokens is None and self.max_blocks is None
+
+    @property
+    def decoding_cap_blocks(self) -> int | None:
+        """The most blocks that a decoding request holds; None where there is no limit."""
+        if self.window_tokens is None:
+            return self.max_blocks
+        return -(-(self.window_tokens - 1) // self.block_size) + 1
+
     def blocks(self, tokens: int) -> int:
+        """Blocks of a decoding request that holds `tokens` computed tokens."""
+        return self._capped(tokens, self.decoding_cap_blocks)
+
+    def chunk_blocks(self, before: int, after: int) -> int:
+        """Blocks while a prefill chunk takes a request from `before` to `after` computed tokens."""
+        if self.window_tokens is None:
+            return self._capped(after, self.max_blocks)
+        return -(-after // self.block_size) - max(0, before - self.window_tokens + 1) // self.block_size
+
+    def admission_blocks(self, tokens: int, batch_tokens: int) -> int:
+        """Blocks that must be free for a request of `tokens` to be admitted, with chunks of up to `batch_tokens`."""
+        if self.window_tokens is None:
+            return self._capped(tokens, self.max_blocks)
+        return self._capped(tokens, -(-(self.window_tokens - 1 + batch_tokens) // self.block_size) + 1)
+
+    def _capped(self, tokens: int, cap: int | None) -> int:
         wanted = -(-tokens // self.block_size)
-        return wanted if self.max_blocks is None else min(wanted, self.max_blocks)
+        return wanted if cap is None else min(wanted, cap)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +126,7 @@ class SchedulerSettings:
                 f"long_prefill_token_threshold ({self.long_prefill_token_threshold}) is greater than max_model_len "
                 f"({self.max_model_len}), and vLLM does not start so. Lower --long-prefill-token-threshold."
             )
-        if any(g.max_blocks is None and g.block_size != self.block_size for g in self.groups):
+        if any(group.is_full and group.block_size != self.block_size for group in self.groups):
             raise SettingError(
                 f"a full-attention group must have the block_size of the engine, {self.block_size}: "
                 "prefixes are cached in blocks of that size."
@@ -105,8 +147,16 @@ class SchedulerSettings:
         return self.groups or (KvGroup(block_size=self.block_size),)
 
     def blocks(self, tokens: int) -> int:
-        """Blocks that a request with `tokens` computed tokens holds, all groups together."""
+        """Blocks that a decoding request with `tokens` computed tokens holds, all groups together."""
         return sum(group.blocks(tokens) for group in self.kv_groups)
+
+    def chunk_blocks(self, before: int, after: int) -> int:
+        """Blocks while a prefill chunk takes a request from `before` to `after` computed tokens."""
+        return sum(group.chunk_blocks(before, after) for group in self.kv_groups)
+
+    def admission_blocks(self, tokens: int) -> int:
+        """Blocks that must be free for a request of `tokens` to be admitted when its whole prompt is reserved."""
+        return sum(group.admission_blocks(tokens, self.max_num_batched_tokens) for group in self.kv_groups)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

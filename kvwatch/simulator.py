@@ -8,8 +8,9 @@ from collections.abc import Sequence
 
 from kvwatch.errors import SettingError
 from kvwatch.samples import nearest_rank
-from kvwatch.scheduling import Engine, seconds_of
+from kvwatch.scheduling import Engine
 from kvwatch.simulation import CostModel, Request, Retry, SchedulerSettings, SimulationResult, Trace
+from kvwatch.ticks import seconds_of
 
 
 def simulate(
@@ -56,7 +57,7 @@ def check_fits(settings: SchedulerSettings, request: Request, index: int) -> Non
             f"{length}, more than max_model_len {settings.max_model_len}: vLLM rejects it with HTTP 400. Shorten it or "
             "raise max_model_len."
         )
-    needed = settings.blocks(length - 1)  # the KV of the last token is never computed
+    needed = settings.admission_blocks(length - 1)  # the KV of the last token is never computed
     if needed > settings.usable_blocks:
         raise SettingError(
             f"request {index} needs {needed} blocks for its {length} tokens, and the pool has {settings.usable_blocks} "

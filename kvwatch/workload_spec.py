@@ -167,7 +167,7 @@ _TYPES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "str | None": (lambda value: isinstance(value, str), "text; put it in quotes"),
     "tuple[kvwatch.simulation.KvGroup, ...]": (
         lambda value: isinstance(value, tuple),
-        "a list of {block_size, max_blocks}",
+        "a list of {block_size, window_tokens, max_blocks}",
     ),
 }
 

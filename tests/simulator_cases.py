@@ -165,6 +165,28 @@ def held_up_case(seed: int) -> Case:
     }
 
 
+def hybrid_case(seed: int) -> Case:
+    """A full-attention group and a sliding window beside it, in a pool that is too small for the load."""
+    rng = random.Random(seed)
+    window = rng.choice([128, 512, 1024])
+    requests = [{"prompt_tokens": rng.randint(200, 2000), "output_tokens": rng.randint(100, 900)} for _ in range(50)]
+    return {
+        "engine": {
+            "num_gpu_blocks": rng.choice([700, 1000, 1500]),
+            "block_size": 16,
+            "max_model_len": 4096,
+            "max_num_batched_tokens": 2048,
+            "max_num_seqs": 32,
+            "watermark": rng.choice([0.0, 0.05]),
+            "enable_prefix_caching": seed % 2 == 1,
+            "sliding_window": window,
+        },
+        "cost": {"step_seconds": 0.02},
+        "clients": 20,
+        "requests": requests,
+    }
+
+
 def blocks_of_the_longest(requests: list[dict[str, Any]], block_size: int) -> int:
     longest = max(item["prompt_tokens"] + item["output_tokens"] - 1 for item in requests)
     return int(-(-longest // block_size))

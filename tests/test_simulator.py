@@ -165,8 +165,25 @@ def test_a_sliding_window_group_stops_growing_at_its_window() -> None:
     assert free[99] == 100 - 9 - 3  # 129 tokens
 
 
+def test_a_long_prefill_holds_more_than_its_window_until_the_next_step() -> None:
+    window = KvGroup(block_size=16, window_tokens=64)
+    steps, _ = traced(engine(groups=(window,), max_num_batched_tokens=320), SECOND_PER_STEP, [request(640, 3)])
+    # 20 blocks; 40 less the 16 before token 257; then the window's 4 and the one begun
+    assert [100 - step.free_blocks for step in steps] == [20, 24, 5, 5]
+
+
+def test_a_window_is_reserved_with_the_chunks_that_pass_through_it() -> None:
+    # 64 tokens of window and chunks of 320: at most ceil(383 / 16) + 1 = 25 blocks, whatever the prompt
+    window = KvGroup(block_size=16, window_tokens=64)
+    requests = [request(16 * 70, 50), request(3000, 1)]
+    limits: dict[str, Any] = {"groups": (KvGroup(block_size=16), window), "max_num_batched_tokens": 320}
+    with pytest.raises(SettingError, match="needs 213 blocks"):
+        simulate(engine(**limits), SECOND_PER_STEP, requests)
+    assert simulate(engine(**limits, num_gpu_blocks=214), SECOND_PER_STEP, requests).output_tokens == 51
+
+
 def test_a_hybrid_pool_is_whole_again_when_all_requests_are_done() -> None:
-    groups = (KvGroup(block_size=16), KvGroup(block_size=16), KvGroup(block_size=32, max_blocks=2))
+    groups = (KvGroup(block_size=16), KvGroup(block_size=16), KvGroup(block_size=32, window_tokens=40))
     settings = engine(groups=groups, enable_prefix_caching=True, num_gpu_blocks=120)
     requests = [request(100, 60, prefix="p", prefix_tokens=50) for _ in range(12)] + [request(16, 1, at=1e6)]
     steps, result = traced(settings, COST, requests)
@@ -387,6 +404,8 @@ def test_the_timeline_reaches_the_peak_and_covers_the_run() -> None:
         (lambda: engine(max_num_active_seqs=9), "max_num_active_seqs (9) is greater than max_num_seqs (8)"),
         (lambda: engine(long_prefill_token_threshold=5000), "greater than max_model_len (4096)"),
         (lambda: engine(groups=(KvGroup(block_size=32),)), "must have the block_size of the engine, 16"),
+        (lambda: KvGroup(block_size=16, window_tokens=9, max_blocks=2), "both window_tokens (9) and max_blocks (2)"),
+        (lambda: KvGroup(block_size=16, max_blocks=0), "max_blocks is 0"),
         (lambda: CostModel(step_seconds=float("nan")), "step_seconds is nan"),
         (lambda: request(0, 1), "prompt_tokens is 0"),
         (lambda: request(10, 1, prefix="p", prefix_tokens=11), "prefix_tokens (11) is greater than prompt_tokens (10)"),

@@ -48,10 +48,10 @@ def test_without_max_model_len_no_request_is_too_long() -> None:
 
 
 def test_groups_and_retries_are_read_as_well() -> None:
-    engine = ENGINE | {"groups": [{"block_size": 16}, {"block_size": 16, "max_blocks": 65}]}
+    engine = ENGINE | {"groups": [{"block_size": 16}, {"block_size": 16, "window_tokens": 1024}]}
     retry = {"first_token_timeout_seconds": 30, "max_attempts": 3, "backoff_seconds": 1}
     workload = workload_from(WHOLE | {"engine": engine, "retry": retry})
-    assert workload.engine.groups == (KvGroup(block_size=16), KvGroup(block_size=16, max_blocks=65))
+    assert workload.engine.groups == (KvGroup(block_size=16), KvGroup(block_size=16, window_tokens=1024))
     assert workload.retry == Retry(first_token_timeout_seconds=30, max_attempts=3, backoff_seconds=1)
 
 
@@ -88,7 +88,10 @@ def test_the_version_settles_what_is_no_flag_yet(version: str, reserves: bool, e
             "vLLM 0.30.0 has no --max-num-active-seqs: it came with 0.31.0",
         ),
         ({"engine": ENGINE | {"groups": [{"blocks": 3}]}}, "engine.groups[0] has the unknown key 'blocks'"),
-        ({"engine": ENGINE | {"groups": 3}}, "engine.groups is 3; it must be a list of {block_size, max_blocks}"),
+        (
+            {"engine": ENGINE | {"groups": 3}},
+            "engine.groups is 3; it must be a list of {block_size, window_tokens",
+        ),
         ({"engine": {"max_num_seqs": 3}}, "engine has no num_gpu_blocks, which must be given"),
         ({"engine": None}, "engine is missing; it must be a mapping with vllm_version"),
         ({"cost": {"per_token_seconds": 1.0}}, "cost has no step_seconds"),
