@@ -3,7 +3,7 @@
 from decimal import Decimal
 
 _DIGITS = 21
-TICKS_PER_SECOND = 10**_DIGITS
+TICKS_PER_SECOND: int = 10**_DIGITS
 
 
 def to_ticks(seconds: float) -> int:
