@@ -25,6 +25,8 @@ class EngineFacts:
     watermark: float | None = None
     max_num_batched_tokens: int | None = None
     budget: Budget | None = None
+    budget_low_num_gpu_blocks: int | None = None  # where the budget's memory is an estimate, its lower bound in blocks
+    budget_problem: str | None = None  # why there is no budget although a model was given
     sources: tuple[tuple[str, str], ...] = ()
 
     def source_of(self, field: str) -> str:

@@ -25,6 +25,7 @@ Fewer requests fit than planned: queueing and preemptions start at a lower load 
 from kvwatch.checks.check import ENGINE, AlertRule, Check, EngineView, warning
 from kvwatch.errors import NoData
 from kvwatch.finding import Status, Verdict
+from kvwatch.reconcile import Difference, differences
 from kvwatch.thresholds import Thresholds
 
 
@@ -33,20 +34,32 @@ def evaluate(view: EngineView, limits: Thresholds) -> Verdict:
     if live is None:
         raise NoData("num_gpu_blocks is not exposed by this engine")
     if budget is None:
-        raise NoData("no budget to compare with: give --model, the vLLM flags and --gpu")
+        raise NoData(view.facts.budget_problem or "no budget to compare with: give --model, the vLLM flags and --gpu")
     predicted = budget.num_gpu_blocks
-    if predicted is None:
-        raise NoData("no memory to predict blocks from: give --gpu, --gpu-memory-gib or --kv-cache-memory-bytes")
     deviation = live / predicted - 1
-    evidence = {
+    found = differences(view.window.latest.cache_config, view.capacity, budget)
+    evidence: dict[str, float | int | str] = {
         "num_gpu_blocks": live,
         "budget_num_gpu_blocks": predicted,
         "capacity_deviation_ratio": round(deviation, 4),
     }
-    summary = f"{live:,} blocks, {deviation:+.1%} against the {predicted:,} predicted"
-    if deviation < -limits.capacity_deviation_ratio:
-        return Verdict(status=Status.WARNING, summary=summary, evidence=evidence)
-    return Verdict(status=Status.OK, summary=summary, evidence=evidence)
+    low = view.facts.budget_low_num_gpu_blocks
+    if low is not None:
+        evidence["budget_num_gpu_blocks_low"] = low
+    if found:
+        evidence["differs"] = "; ".join(str(difference) for difference in found)
+    floor = predicted * (1 - limits.capacity_deviation_ratio) if low is None else low
+    return Verdict(
+        status=Status.WARNING if live < floor else Status.OK,
+        summary=_summary(live, predicted, deviation, low, found),
+        evidence=evidence,
+    )
+
+
+def _summary(live: int, predicted: int, deviation: float, low: int | None, found: tuple[Difference, ...]) -> str:
+    estimated = "" if low is None else f", an estimate with at least {low:,}"
+    why = f": {found[0]}" if found else ""
+    return f"{live:,} blocks, {deviation:+.1%} against the {predicted:,} predicted{estimated}{why}"
 
 
 def alert(limits: Thresholds) -> tuple[AlertRule, ...]:

@@ -11,7 +11,7 @@ import click
 
 from kvwatch.agent import Agent
 from kvwatch.capacity import EngineFacts
-from kvwatch.cli.engine_flags import engine_facts, engine_flags
+from kvwatch.cli.engine_flags import Given, engine_facts, engine_flags, given
 from kvwatch.cli.options import DURATION, headers_from
 from kvwatch.config import Config, OptionKind, listen_address, read_config
 from kvwatch.server import Board, Server
@@ -127,10 +127,10 @@ def command(ctx: click.Context, /, **options: Any) -> None:
         keep_firing_seconds=options.pop("keep_firing_for"),
         limits=ctx.meta.get(_LIMITS, DEFAULTS),
     )
-    _run(config, options)
+    _run(config, given(ctx, options))
 
 
-def _run(config: Config, flags: Mapping[str, Any]) -> None:
+def _run(config: Config, flags: Given) -> None:
     """Serve and watch until SIGTERM or Ctrl-C; then return within about a second."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
     stop = threading.Event()

@@ -6,13 +6,13 @@ from typing import Any
 
 import click
 
-from kvwatch.budget_report import BudgetReport, Memory, MemoryFigure, budget_report
+from kvwatch.budget_report import BudgetReport, budget_report
+from kvwatch.cli.kv_memory import kv_memory
 from kvwatch.cli.vllm_flags import engine_request, vllm_flags
 from kvwatch.demand import Arrivals, arrivals
-from kvwatch.engine import EngineConfig, resolve
 from kvwatch.errors import SettingError
-from kvwatch.model import ModelSpec, read_model
-from kvwatch.sources.model_files import ModelFiles, load_model
+from kvwatch.model import read_model
+from kvwatch.sources.model_files import load_model
 from kvwatch.vllm_args import whole_number
 
 _MIX = re.compile(r"\s*([\d._,]+[kKmM]?)\s*[x×:*]\s*(\d+)\s*")
@@ -79,12 +79,12 @@ def command(
     report = budget_report(
         model,
         request.engine,
-        _memory(request.engine, files, model),
+        kv_memory(request.engine, files, model),
         contexts=contexts,
         concurrencies=concurrencies,
         mixed=[_mixed(text) for text in mix],
         load=_arrivals(arrival_rate, response_time, retry_ratio),
-        memory_for=lambda engine: _memory(engine, files, model),
+        memory_for=lambda engine: kv_memory(engine, files, model),
     )
     click.echo(_rendered(report, output, explain=explain))
     if request.ignored:
@@ -107,46 +107,6 @@ def _arrivals(rate: float | None, response_time: float | None, retry_ratio: floa
     if rate is None or response_time is None:
         raise SettingError("--arrival-rate and --response-time belong together: in flight = rate × response time")
     return arrivals(arrival_rate=rate, response_time=response_time, retry_ratio=retry_ratio)
-
-
-def _memory(engine: EngineConfig, files: ModelFiles, model: ModelSpec) -> Memory:
-    """The memory for the KV cache: given, or what the GPU has left after an estimate of the rest."""
-    if engine.num_gpu_blocks_override is not None:
-        return Memory(available_kv_cache_bytes_per_rank=(), source="given", origin="--num-gpu-blocks-override")
-    if engine.kv_cache_memory_bytes is not None:
-        given = (engine.kv_cache_memory_bytes,) * engine.pipeline_parallel_size
-        return Memory(available_kv_cache_bytes_per_rank=given, source="given", origin="--kv-cache-memory-bytes")
-    if engine.device is None or engine.device.memory_bytes == 0:
-        return Memory(available_kv_cache_bytes_per_rank=None, source="assumed", origin="no memory given")
-    return _estimated(engine, files, model)
-
-
-def _estimated(engine: EngineConfig, files: ModelFiles, model: ModelSpec) -> Memory:
-    from kvwatch.memory import plan_memory
-
-    resolved = resolve(engine, model)
-    found = plan_memory(files.config, engine, resolved, name=files.name, checkpoint_bytes=files.weights_bytes)
-    return Memory(
-        available_kv_cache_bytes_per_rank=found.available_kv_cache_bytes_per_rank,
-        source=found.source,
-        origin=f"estimated, --gpu-memory-utilization {resolved.gpu_memory_utilization:g}",
-        low_bytes_per_rank=found.low_bytes_per_rank,
-        high_bytes_per_rank=found.high_bytes_per_rank,
-        device_memory_bytes=found.device_memory_bytes,
-        requested_bytes=found.requested_bytes,
-        terms=tuple(
-            MemoryFigure(
-                name=term.name,
-                bytes_per_rank=term.bytes_per_rank,
-                low_bytes=term.low_bytes,
-                high_bytes=term.high_bytes,
-                source=term.source,
-                note=term.note,
-            )
-            for term in found.terms
-        ),
-        assumptions=found.assumptions,
-    )
 
 
 def _rendered(report: BudgetReport, output: str, *, explain: bool) -> str:

@@ -8,7 +8,7 @@ import time
 import click
 
 from kvwatch.agent import Agent
-from kvwatch.cli.engine_flags import engine_facts
+from kvwatch.cli.engine_flags import NOTHING_GIVEN, engine_facts
 from kvwatch.cli.options import terminal_width, wants_colour
 from kvwatch.config import Config, listen_address
 from kvwatch.demo import RecordedEngine, load_recording
@@ -43,7 +43,7 @@ def command(listen: str, leave: bool) -> None:
         targets=(engine.url,), host=host, port=port, interval_seconds=INTERVAL_SECONDS, window_seconds=WINDOW_SECONDS
     )
     board = Board(interval_seconds=config.interval_seconds)
-    agent = Agent(config, facts_of=lambda made, told: engine_facts(made, told, {}), board=board)
+    agent = Agent(config, facts_of=lambda made, told: engine_facts(made, told, NOTHING_GIVEN), board=board)
     server = Server(board, host=host, port=port)
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

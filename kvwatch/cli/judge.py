@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from kvwatch.cli.engine_flags import engine_facts, engine_flags
+from kvwatch.cli.engine_flags import engine_facts, engine_flags, given
 from kvwatch.cli.options import Progress, headers_from, output_option, source_options, terminal_width, wants_colour
 from kvwatch.finding import Status
 from kvwatch.render import data
@@ -41,6 +41,7 @@ def judge(
     **flags: Any,
 ) -> None:
     """Gather, report, render. Leaves with 2 if a source gave nothing, with 1 if a finding is bad enough."""
+    told = given(ctx, flags)
     parsed = tuple(parse(source) for source in sources)
     found = gather(
         parsed,
@@ -49,7 +50,7 @@ def judge(
         progress=Progress(", ".join(source.given for source in parsed if source.is_live)),
     )
     made = windows(found.snapshots)
-    judged = report(made, facts=engine_facts(made, found.facts, flags), notes=(*found.notes, *found.failures))
+    judged = report(made, facts=engine_facts(made, found.facts, told), notes=(*found.notes, *found.failures))
     click.echo(render(judged, output, recommendations_first=recommendations_first))
     for failure in found.failures:
         click.echo(f"Error: {failure}", err=True)

@@ -15,7 +15,7 @@ _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h)?")
 _UNIT_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, None: 1.0}
 
 
-class Duration(click.ParamType):
+class Duration(click.ParamType):  # type: ignore[type-arg]  # generic in click's newest releases only
     """`500ms`, `10s`, `5m`, `1h`, `1m30s`, or a plain number of seconds -> seconds."""
 
     name = "duration"

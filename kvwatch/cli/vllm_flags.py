@@ -8,15 +8,17 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
 
-from kvwatch.engine import Device, EngineConfig
 from kvwatch.errors import SettingError, SourceError
 from kvwatch.versions import parse_version
 from kvwatch.vllm_args import FLAGS, CommandLine, Flag, parse_command_line, value_of
+
+if TYPE_CHECKING:  # commands that are given no vLLM flag do not load the budget side
+    from kvwatch.engine import Device, EngineConfig
 
 _GIB = 1 << 30
 _OWN_FIELDS = {"num_speculative_tokens", "speculative_method", "max_concurrent_batches"}
@@ -27,7 +29,7 @@ class EngineRequest:
     """What the options say: the model's argument (None if none was given), the engine, and flags without effect."""
 
     model: str | None
-    engine: EngineConfig
+    engine: "EngineConfig"
     ignored: tuple[str, ...]
 
     @property
@@ -113,6 +115,8 @@ def _option(flag: Flag) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 def engine_request(ctx: click.Context, options: Mapping[str, Any]) -> EngineRequest:
     """The options, the command line inside them and the GPU's name -> EngineRequest. Raises SettingError."""
+    from kvwatch.engine import EngineConfig
+
     line = _command_line(options)
     fields: dict[str, Any] = dict(line.fields)
     names = {flag.field for flag in FLAGS} | _OWN_FIELDS
@@ -153,8 +157,10 @@ def _read(file: str) -> str:
         raise SourceError(f"--vllm-args-file {file} cannot be read: {error}") from error
 
 
-def device_from(gpu: str | None, memory_gib: float | None) -> Device | None:
+def device_from(gpu: str | None, memory_gib: float | None) -> "Device | None":
     """A named GPU, a memory size, or both: the name settles vLLM's defaults, the size replaces the table's."""
+    from kvwatch.engine import Device
+
     if memory_gib is not None and not 0 < memory_gib < 1 << 20:
         raise SettingError(f"--gpu-memory-gib is {memory_gib}; give the GPU's memory in GiB, such as 79.19")
     if gpu is None:

@@ -53,12 +53,22 @@ def _engine(engine: EngineReport) -> dict[str, Any]:
         "worst": engine.worst.value,
         "observed": plain(engine.observed),
         "capacity": capacity,
-        "budget": plain(engine.budget),
+        "budget": _budget(engine),
         "findings": plain(engine.findings),
         "recommendations": plain(engine.recommendations),
         "options": [],
         "withheld": plain(engine.withheld),
     }
+
+
+def _budget(engine: EngineReport) -> dict[str, Any] | None:
+    """The budget as `kvwatch budget` gives it, None where no model was given."""
+    if engine.budget is None:
+        return None
+    from kvwatch.budget import costs_of  # noqa: PLC0415 -- loaded already where there is a budget
+    from kvwatch.render.budget_data import budget_data  # noqa: PLC0415 -- the same
+
+    return dict(plain(budget_data(costs_of(engine.budget.plan), engine.budget)))
 
 
 def to_json(document: Mapping[str, Any]) -> str:
