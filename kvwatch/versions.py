@@ -32,6 +32,17 @@ def parse_version(text: str) -> Version:
     return int(found[1]), int(found[2]), int(found[3] or 0)
 
 
+def engine_version(told: str | None, at_least: str | None) -> Version | None:
+    """The version an engine told or was given, else the least its page implies; None where unknown or unreadable."""
+    text = told or at_least
+    if text is None:
+        return None
+    try:
+        return parse_version(text)
+    except SettingError:
+        return None
+
+
 def version_text(version: Version) -> str:
     return ".".join(str(part) for part in version)
 
