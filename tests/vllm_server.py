@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -28,10 +29,11 @@ def vllm_server(log: Path, *flags: str) -> Iterator[str]:
     """Serve the tiny model with these `vllm serve` flags until the block ends; gives the base address."""
     vllm_python()
     port = free_port()
+    command = [str(TOOLS / "serve_vllm.sh"), str(port), *flags]
+    if shutil.which("setpriv"):  # a test run that is killed takes its server with it
+        command = ["setpriv", "--pdeathsig", "TERM", *command]
     with log.open("wb") as out:
-        process = subprocess.Popen(
-            [TOOLS / "serve_vllm.sh", str(port), *flags], stdout=out, stderr=out, start_new_session=True
-        )
+        process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
     try:
         address = f"http://127.0.0.1:{port}"
         _wait_until_ready(process, address, log)
