@@ -8,6 +8,7 @@ not shown as current: /readyz and /api/v1/report answer 503, /metrics keeps only
 says so. There is no login: the default is to listen on 127.0.0.1 only.
 """
 
+import errno
 import io
 import json
 import logging
@@ -203,9 +204,11 @@ class _WholeRequest(io.RawIOBase):
         left = self._deadline - time.monotonic()
         if left <= 0:
             raise TimeoutError("the request did not arrive in time")
+        if self._left_bytes <= 0:
+            raise OSError(errno.EMSGSIZE, "the request is too large")
         self._connection.settimeout(left)
         try:
-            size = self._connection.recv_into(buffer, min(len(buffer), self._left_bytes)) if self._left_bytes else 0
+            size = self._connection.recv_into(buffer, min(len(buffer), self._left_bytes))
         finally:
             self._connection.settimeout(REQUEST_SECONDS)
         self._left_bytes -= size
