@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvwatch.cli import agent as cli_agent
+from kvwatch.cli.engine_flags import Given
 from kvwatch.config import Config, OptionKind, listen_address, read_config
 from kvwatch.errors import SettingError
 from kvwatch.thresholds import DEFAULTS
@@ -138,10 +139,10 @@ def test_settings_that_do_not_work_together_are_refused(changed: dict[str, objec
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Config, dict[str, object]]]:
+def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Config, Given]]:
     """What the command would run with, instead of running it."""
-    seen: list[tuple[Config, dict[str, object]]] = []
-    monkeypatch.setattr(cli_agent, "_run", lambda config, flags: seen.append((config, dict(flags))))
+    seen: list[tuple[Config, Given]] = []
+    monkeypatch.setattr(cli_agent, "_run", lambda config, flags: seen.append((config, flags)))
     return seen
 
 
@@ -153,7 +154,7 @@ def invoke(*arguments: str, **environment: str) -> Result:
 
 
 def test_a_flag_wins_over_the_environment_over_the_file_over_the_default(
-    made: list[tuple[Config, dict[str, object]]], tmp_path: Path
+    made: list[tuple[Config, Given]], tmp_path: Path
 ) -> None:
     path = file(tmp_path, "target: [http://file:1]\ninterval: 3s\nwindow: 33s\ndown_for: 3m\nmax-num-seqs: 300\n")
     outcome = invoke("--config", str(path), "--interval", "1s", interval="2s", window="22s", header="A: b c\nD: e")
@@ -164,14 +165,13 @@ def test_a_flag_wins_over_the_environment_over_the_file_over_the_default(
     assert config.down_for_seconds == 180.0
     assert config.targets == ("http://file:1",)
     assert config.headers == {"A": "b c", "D": "e"}
-    assert flags["max_num_seqs"] == 300
+    assert flags.engine is not None
+    assert flags.engine.max_num_seqs == 300
     assert (config.host, config.port) == ("127.0.0.1", 9109)
     assert config.for_seconds is None
 
 
-def test_targets_given_as_flags_replace_those_of_the_file(
-    made: list[tuple[Config, dict[str, object]]], tmp_path: Path
-) -> None:
+def test_targets_given_as_flags_replace_those_of_the_file(made: list[tuple[Config, Given]], tmp_path: Path) -> None:
     path = file(tmp_path, "target: [http://file:1]\nthresholds: {hold_seconds: 45}\n")
     invoke("--target", "http://a:1", "--target", "http://b:1", config=str(path))
     assert made[0][0].targets == ("http://a:1", "http://b:1")
