@@ -30,6 +30,7 @@ test: $(VENV)/.dev  ## All tests; those of real components are skipped where the
 
 bench: $(VENV)/.dev  ## What the hot paths cost
 	$(BIN)/pytest benchmarks $(ARGS)
+	$(BIN)/python benchmarks/measure_agent.py --seconds 30
 
 # --- keep it right --------------------------------------------------------------------------------------------------
 
@@ -44,9 +45,13 @@ lint-text: $(VENV)/.dev
 	$(BIN)/codespell
 	$(BIN)/yamllint --strict .
 
+has_grafana_sdk = $(BIN)/python -c 'import grafana_foundation_sdk' 2>/dev/null
+
 lint-generated: $(VENV)/.dev
 	$(BIN)/kvwatch generate rules --check
 	$(BIN)/kvwatch generate reference --check
+	@if $(has_grafana_sdk); then set -x; $(BIN)/kvwatch generate dashboards --check; \
+	else echo 'not checked: dashboards; the SDK of Grafana needs Python 3.11'; fi
 
 # $(call with,PROGRAM,COMMAND): COMMAND if PROGRAM is installed
 with = @if command -v $(1) >/dev/null; then echo '$(2)'; $(2); \
@@ -66,16 +71,18 @@ format: $(VENV)/.dev  ## Let ruff rewrite what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-generate: $(VENV)/.dev  ## Write the alert rules and reference pages anew
+generate: $(VENV)/.dev  ## Write the alert rules, reference pages and dashboards anew
 	$(BIN)/kvwatch generate rules
 	$(BIN)/kvwatch generate reference
+	$(BIN)/kvwatch generate dashboards
 
 golden: $(VENV)/.dev  ## Write the expected renderings anew; read the diff before committing it
 	KVWATCH_UPDATE_GOLDEN=1 $(BIN)/pytest -q -m 'not real' $(ARGS)
 
-oracle:  ## Ask vLLM's own code for the truth that tests compare with; for a new vLLM release
+oracle: $(VENV)/.dev  ## Compare budget and simulator with vLLM's own code; for a new vLLM release
 	tools/install_vllm.sh
 	$(KVWATCH_VLLM_PYTHON) tools/kv_oracle.py $(ARGS)
+	KVWATCH_REQUIRE_PARTS=1 $(BIN)/pytest tests/test_simulator_oracle.py
 
 prove: $(VENV)/.dev  ## Thrash a real vLLM, do what kvwatch says, measure: docs/proof.md, 8 minutes
 	tools/install_vllm.sh

@@ -109,8 +109,8 @@ def answer(process: "subprocess.Popen[str]") -> str:
     return out
 
 
-def as_found(address: str) -> tuple[Run, str, list[dict[str, Any]]]:
-    """The first run; what kvwatch says while it goes on, as text and as recommendations."""
+def as_found(address: str) -> tuple[Run, str, list[list[dict[str, Any]]]]:
+    """The first run; what kvwatch says while it goes on, as text and as recommendations: for this vLLM, for an older."""
     before, started = page(address), time.monotonic()
     load = Load(address, TRAFFIC)
     load.start()
@@ -120,11 +120,8 @@ def as_found(address: str) -> tuple[Run, str, list[dict[str, Any]]]:
         for flags in ((), ("--output", "json"), ("--output", "json", "--vllm-version", OLDER_VLLM))
     ]
     said = answer(text)
-    changes: dict[str, dict[str, Any]] = {}
-    for document in documents:
-        for change in json.loads(answer(document))["engines"][0]["recommendations"]:
-            changes.setdefault(change["setting"], change)
-    return measure("as found: " + " ".join(AS_FOUND), address, load, before, started), said, list(changes.values())
+    changes = [json.loads(answer(document))["engines"][0]["recommendations"] for document in documents]
+    return measure("as found: " + " ".join(AS_FOUND), address, load, before, started), said, changes
 
 
 def warm(address: str) -> None:
@@ -137,16 +134,16 @@ def prove(folder: Path) -> tuple[list[Run], str]:
         warm(address)
         first, said, changes = as_found(address)
         runs = [first]
-        for change in changes:
+        for change in changes[0]:
             if change["setting"] == "gateway_max_in_flight":
                 cap = int(change["proposed"])
                 capped = replace(TRAFFIC, gateway_max_in_flight=cap)
                 runs.append(play(f"now: at most {cap} in flight", address, capped))
-    for change in changes:
-        if change["apply"] == "restart" and change["flag"]:
-            with vllm_server(folder / f"{change['setting']}.log", *POOL, *AS_FOUND, *change["flag"].split()) as address:
-                warm(address)
-                runs.append(play(f"rollout: {change['flag']}", address, TRAFFIC))
+    for recommended in changes:
+        flags = " ".join(change["flag"] for change in recommended if change["apply"] == "restart" and change["flag"])
+        with vllm_server(folder / "rollout.log", *POOL, *AS_FOUND, *flags.split()) as address:
+            warm(address)
+            runs.append(play(f"rollout: {flags}", address, TRAFFIC))
     return runs, said
 
 
@@ -162,7 +159,7 @@ A real vLLM serves a tiny model on the CPU ({platform.machine()}, 2 threads) fro
 {TRAFFIC.clients} clients send {requests} requests, each the next one when the last is answered: prompts of
 {TRAFFIC.prompt_tokens[0]} to {TRAFFIC.prompt_tokens[1]} tokens, answers of {TRAFFIC.output_tokens[0]} to
 {TRAFFIC.output_tokens[1]} tokens, the same in every row. The first row is the engine as found. Each other row does what
-one recommendation says, and nothing else; `--max-num-seqs` is what kvwatch recommends for a vLLM without `--watermark`.
+one recommendation says, and nothing else; the last is the recommendation for a vLLM that has no `--watermark` yet.
 
 | setting | preemptions | output tokens/s | gap between tokens | first token p95 | response p50 | p95 | all done |
 |---|---|---|---|---|---|---|---|
