@@ -2,8 +2,8 @@
 
 ## Meaning
 
-The requests running and waiting, at the lengths seen lately, need more blocks at their end than the pool has. vLLM
-admits by what a request needs now, not by what it will have grown to, so it starts more than it can finish.
+The requests running, and those waiting for the pool, need more blocks at the lengths seen lately than the pool has.
+vLLM admits by what a request needs now, not by what it will have grown to, so it starts more than it can finish.
 
 ## Impact
 
@@ -26,7 +26,7 @@ from kvwatch.errors import NoData
 from kvwatch.finding import Status, Verdict
 from kvwatch.footprint import Footprint, footprint
 from kvwatch.thresholds import Thresholds
-from kvwatch.vllm_metrics import REQUESTS_RUNNING, REQUESTS_WAITING
+from kvwatch.vllm_metrics import KV_CACHE_USAGE, REQUESTS_RUNNING, REQUESTS_WAITING
 from kvwatch.window import Window
 
 
@@ -34,7 +34,7 @@ def evaluate(view: EngineView, limits: Thresholds) -> Verdict:
     usable = view.capacity.usable_blocks
     if usable is None:
         raise NoData("num_gpu_blocks is not exposed by this engine")
-    in_flight = lasting_in_flight(view.window.last(limits.hold_seconds))
+    in_flight = _on_the_pool(view.window.last(limits.hold_seconds), limits)
     size = request_footprint(view)
     carried = size.carried_by(usable, limits.pool_fits_probability)
     needed = size.demand_blocks(int(in_flight), limits.pool_fits_probability)
@@ -57,6 +57,13 @@ def evaluate(view: EngineView, limits: Thresholds) -> Verdict:
         summary=f"{in_flight:.0f} requests in flight of {carried} that the pool carries at today's length",
         evidence=evidence,
     )
+
+
+def _on_the_pool(window: Window, limits: Thresholds) -> float:
+    """Requests in flight, without those that wait while the pool has room: another limit holds them back."""
+    if window.maximum(KV_CACHE_USAGE) < limits.kv_cache_has_room_ratio:
+        return window.minimum(REQUESTS_RUNNING)
+    return lasting_in_flight(window)
 
 
 def request_footprint(view: EngineView) -> Footprint:

@@ -2,9 +2,10 @@
 
 ## Meaning
 
-Requests are running or waiting, yet for a minute no prompt token was counted and no token was generated. With running 0
-and waiting above 0 the scheduler is deadlocked; with running above 0 a worker hangs, or a request was admitted that can
-never fit into the pool.
+Requests are running or waiting, yet for a minute no prompt token was counted, no token was generated and no block was
+allocated or freed. (During a long prefill the tokens stand still as well, but `kv_cache_usage_perc` moves.) With
+running 0 and waiting above 0 the scheduler is deadlocked; with running above 0 a worker hangs, or a request was
+admitted that can never fit into the pool.
 
 ## Impact
 
@@ -31,6 +32,7 @@ from kvwatch.thresholds import Thresholds
 from kvwatch.vllm_metrics import (
     ENGINE_SLEEP_STATE,
     GENERATION_TOKENS,
+    KV_CACHE_USAGE,
     PROMPT_TOKENS,
     REQUESTS_RUNNING,
     REQUESTS_WAITING,
@@ -55,6 +57,9 @@ def evaluate(view: EngineView, limits: Thresholds) -> Verdict:
     if tokens > 0:
         rate = tokens / held.counted_seconds
         return Verdict(status=Status.OK, summary=f"{rate:,.0f} tokens per second", evidence=evidence)
+    if _usage_moves(held):
+        summary = "no token was counted, but blocks are being allocated: a long prefill"
+        return Verdict(status=Status.OK, summary=summary, evidence=evidence)
     what = f"no token in {held.counted_seconds:.0f} s with {running:.0f} running and {waiting:.0f} waiting"
     if held.counted_seconds < limits.stall_seconds:
         return Verdict(
@@ -66,6 +71,13 @@ def evaluate(view: EngineView, limits: Thresholds) -> Verdict:
     return Verdict(status=Status.CRITICAL, summary=f"{what}: {kind}", evidence=evidence)
 
 
+def _usage_moves(window: Window) -> bool:
+    """Whether blocks were allocated or freed: tokens of a prompt are counted only when all of it is computed."""
+    if window.latest.get(KV_CACHE_USAGE) is None:
+        return False
+    return window.maximum(KV_CACHE_USAGE) > window.minimum(KV_CACHE_USAGE)
+
+
 def _sleeps(window: Window) -> bool:
     return window.latest.parts.get(ENGINE_SLEEP_STATE.name, {}).get("awake") == 0
 
@@ -75,7 +87,8 @@ def alert(limits: Thresholds) -> tuple[AlertRule, ...]:
     return (
         critical(
             limits,
-            expr=f"{seen.held_while_stalled} > 0\nand {seen.tokens_while_stalled} == 0\nunless {seen.awake} == 0",
+            expr=f"{seen.held_while_stalled} > 0\nand {seen.tokens_while_stalled} == 0\n"
+            f"unless {seen.usage_moves_while_stalled} > 0\nunless {seen.awake} == 0",
             summary=f"{ENGINE} holds {{{{ $value }}}} requests and produces no token",
         ),
     )

@@ -2,7 +2,7 @@
 
 ## Meaning
 
-Requests waited all through the window, and those that were scheduled had waited for a second or more on average. The
+Requests waited all through the window, and those that finished had waited for a second or more on average. The
 cause is named as far as the metrics show it: the KV pool, the cap of sequences, deferred requests, or the token budget
 of a step and the GPU itself.
 
@@ -49,7 +49,7 @@ def evaluate(view: EngineView, limits: Thresholds) -> Verdict:
     if seconds is None:
         return Verdict(
             status=Status.WARNING,
-            summary=f"at least {waiting:.0f} requests waited all the time and none was scheduled ({limit})",
+            summary=f"at least {waiting:.0f} requests waited all the time and none finished ({limit})",
             evidence=evidence,
         )
     evidence["queue_time_mean_seconds"] = seconds
@@ -76,13 +76,8 @@ def binding_limit(view: EngineView, limits: Thresholds) -> str:
 
 
 def _queue_seconds(view: EngineView) -> float | None:
-    """Mean wait of the requests scheduled inside the window, None if there was none. Raises NoData if not exposed."""
-    if QUEUE_TIME.name not in view.window.latest.histograms:
-        raise NoData(f"{QUEUE_TIME.exposed} is not exposed")
-    try:
-        return view.window.average(QUEUE_TIME)
-    except NoData:
-        return None
+    """Mean wait of the requests that finished inside the window (vLLM observes it then), None if none did."""
+    return view.window.average(QUEUE_TIME) if view.window.observations(QUEUE_TIME) else None
 
 
 def alert(limits: Thresholds) -> tuple[AlertRule, ...]:
@@ -92,7 +87,7 @@ def alert(limits: Thresholds) -> tuple[AlertRule, ...]:
             limits,
             expr=f"{seen.waiting_minimum} > 0\nand (\n"
             f"  {seen.queue_time_mean} >= {limits.queue_time_warning_seconds}\n"
-            f"  or {seen.scheduled_rate} == 0\n)",
+            f"  or {seen.queue_times_rate} == 0\n)",
             summary=f"at least {{{{ $value }}}} requests wait on {ENGINE}, longer than interactive use bears",
         ),
     )
