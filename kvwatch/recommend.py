@@ -1,191 +1,303 @@
-"""Findings and lengths -> changed settings, each with its number, or the reason why none is made.
+"""Findings and a window -> changed settings, by simulating the engine's load under others.
 
-The number is the largest count of requests in flight whose demand stays under the pool with a stated probability
-(`footprint`). A setting is proposed only while requests are being preempted: an engine that is fine gets no change.
+The only place where proposals are settled, so that none contradicts another: what works now first (a cap of the
+requests in flight, at the gateway), then the flags for the next rollout, both chosen by one objective from the same
+simulated load. Where the present settings are as good as any tried, nothing is proposed. So the answer, once applied,
+is not followed by its opposite. Where the load cannot be reconstructed, `analytic` estimates by formula.
 """
 
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Sequence
+from dataclasses import dataclass
 
+from kvwatch.analytic import estimate
 from kvwatch.checks.check import EngineView
-from kvwatch.checks.concurrency_oversubscribed import lasting_in_flight, request_footprint
-from kvwatch.errors import NoData
+from kvwatch.checks.concurrency_oversubscribed import lasting_in_flight
+from kvwatch.cost import CostFit, assumed_cost, fit_cost, seconds_per_step, tokens_per_step
+from kvwatch.errors import NoData, SettingError
 from kvwatch.finding import Finding, Status
-from kvwatch.footprint import Footprint
+from kvwatch.flag_releases import has_flag
+from kvwatch.objective import Objective
+from kvwatch.proposal import (
+    Confidence,
+    Proposals,
+    Recommendation,
+    SettingOption,
+    SimulationBasis,
+    Withheld,
+    harm_found,
+    unjudged,
+)
 from kvwatch.thresholds import Thresholds
+from kvwatch.versions import engine_version
+from kvwatch.vllm_metrics import INTER_TOKEN_LATENCY, PREEMPTIONS, REQUEST_SUCCESS
+from kvwatch.what_if import SEEDS, Outcome, Trial, Tried, best_in_flight, best_settings, mean_of, run
+from kvwatch.window import Window
+from kvwatch.workload import OfferedLoad, offered_load
 
-WATERMARK_SINCE = (0, 24)  # vllm/config/scheduler.py, SchedulerConfig.watermark
-# vLLM pull request 44594: 0.02 to 0.05 end most preemptions at equal or better throughput; above 0.10 only queues grow.
-WATERMARK_MINIMUM, WATERMARK_MAXIMUM = 0.02, 0.10
+__all__ = ["Proposals", "Recommendation", "Withheld", "recommend"]
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recommendation:
-    """One changed setting. `apply` is "now" where no engine restarts. `predicted` says what it is expected to do."""
-
-    setting: str
-    flag: str | None
-    current: float | int | None
-    proposed: float | int
-    apply: Literal["now", "restart"]
-    because: tuple[str, ...]
-    confidence: Literal["high", "medium", "low"]
-    predicted: Mapping[str, float | int | str] = field(default_factory=dict)
-    note: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Withheld:
-    """A recommendation that was not made, and what would allow it."""
-
-    setting: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Basis:
-    """What all proposals for one engine rest on."""
-
-    size: Footprint
-    in_flight: float
-    usable_blocks: int
-    because: tuple[str, ...]
-    probability: float
-
-    @property
-    def carried(self) -> int:
-        return self.size.carried_by(self.usable_blocks, self.probability)
-
-    @property
-    def demand_blocks(self) -> float:
-        return self.size.demand_blocks(self.carried, self.probability)
-
-    @property
-    def confidence(self) -> Literal["high", "medium", "low"]:
-        if self.size.source == "lifetime":
-            return "low"
-        return "high" if self.size.observations >= 100 else "medium"
-
-    @property
-    def predicted(self) -> dict[str, float | int | str]:
-        return {
-            "method": "analytic",
-            "in_flight": self.carried,
-            "demand_blocks": round(self.demand_blocks, 1),
-            "usable_blocks": self.usable_blocks,
-            "probability": self.probability,
-        }
+_UNIT_SECONDS = 0.02  # a step, where neither steps nor time between tokens are exposed: it only paces open loops
+# A simulation of the present settings that misses the preemptions seen by more than this ratio is not relied on.
+_REPRODUCED_RATIO, _ROUGHLY_RATIO = 1.5, 2.5
 
 
 def recommend(
-    view: EngineView, findings: tuple[Finding, ...], limits: Thresholds
-) -> tuple[tuple[Recommendation, ...], tuple[Withheld, ...]]:
-    """The settings to change, those for now first, and those that could not be decided with the reason."""
-    because = tuple(f.check for f in findings if f.check in _HARM and f.status in {Status.WARNING, Status.CRITICAL})
-    if _HARM[0] not in because:
-        unjudged = [f for f in findings if f.check == _HARM[0] and f.status is Status.UNKNOWN]
-        return (), tuple(Withheld(setting="gateway_max_in_flight", reason=finding.summary) for finding in unjudged)
+    view: EngineView, findings: tuple[Finding, ...], limits: Thresholds, *, objective: Objective = "balanced"
+) -> Proposals:
+    """What to change on one engine, with the options it was chosen from."""
+    because = harm_found(findings) or _held_back(findings)
+    if not because:
+        return Proposals(withheld=unjudged(findings))
     try:
-        basis = _Basis(
-            size=request_footprint(view),
-            in_flight=lasting_in_flight(view.window.last(limits.hold_seconds)),
-            usable_blocks=view.capacity.usable_blocks or 0,
-            because=because,
-            probability=limits.pool_fits_probability,
+        study = _study(view, objective)
+    except (NoData, SettingError) as missing:
+        known = estimate(view, findings, limits)
+        reason = f"not simulated: {missing}"
+        return Proposals(
+            recommendations=known.recommendations,
+            withheld=(*known.withheld, Withheld(setting="max_num_seqs", reason=reason)),
         )
-    except NoData as missing:
-        return (), (Withheld(setting="gateway_max_in_flight", reason=str(missing)),)
-    if basis.carried < 1:
-        reason = f"not even one request of today's length fits the {basis.usable_blocks:,} usable blocks"
-        return (), (Withheld(setting="gateway_max_in_flight", reason=reason),)
-    outcomes = (_gateway(basis), _at_restart(view, basis))
-    return (
-        tuple(outcome for outcome in outcomes if isinstance(outcome, Recommendation)),
-        tuple(outcome for outcome in outcomes if isinstance(outcome, Withheld)),
+    return _Answer(view, because, limits, study).proposals()
+
+
+def _held_back(findings: Sequence[Finding]) -> tuple[str, ...]:
+    """Without preemptions: the pool is full, or the cap reached, while requests queue."""
+    found = {f.check for f in findings if f.status in {Status.WARNING, Status.CRITICAL}}
+    if "sequence_cap_reached" in found:
+        return ("sequence_cap_reached",)
+    if {"kv_cache_saturated", "requests_queueing"} <= found:
+        return ("kv_cache_saturated", "requests_queueing")
+    return ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Study:
+    """The load, the fit of its costs, and what was found."""
+
+    load: OfferedLoad
+    fit: CostFit | None
+    objective: Objective
+    flags: Outcome
+    gateway: Outcome
+    observed_per_request: float
+
+
+def trial_of(view: EngineView, load: OfferedLoad) -> tuple[Trial, CostFit | None]:
+    """The load, drawn, with the cost of a step: fitted, or else assumed."""
+    window = view.window
+    paced = assumed_cost(seconds_per_step(window) or _mean_gap(window) or _UNIT_SECONDS, tokens_per_step(window))
+    trial = Trial(
+        settings=load.settings,
+        cost=paced,
+        draws=tuple(load.requests(seed) for seed in SEEDS),
+        clients=load.clients,
+        version=engine_version(view.facts.vllm_version, window.latest.vllm_version_at_least),
+    )
+    now = run(trial, load.settings, None, draws=(0,)).runs[0]
+    fit = fit_cost(
+        window,
+        pool_tokens=load.settings.usable_blocks * load.settings.block_size // len(load.settings.kv_groups),
+        tokens_per_preemption=now.recomputed_tokens / now.preemptions if now.preemptions else 0.0,
+    )
+    if fit is None:
+        return trial, None
+    return Trial(
+        settings=trial.settings, cost=fit.cost, draws=trial.draws, clients=trial.clients, version=trial.version
+    ), fit
+
+
+def _study(view: EngineView, objective: Objective) -> _Study:
+    load = offered_load(view)
+    trial, fit = trial_of(view, load)
+    finished = view.window.increase(REQUEST_SUCCESS)
+    return _Study(
+        load=load,
+        fit=fit,
+        objective=objective,
+        flags=best_settings(trial, objective),
+        gateway=best_in_flight(trial, objective),
+        observed_per_request=view.window.increase(PREEMPTIONS) / max(1.0, finished),
     )
 
 
-# The first is the harm that a setting is changed for; the others only strengthen the case.
-_HARM = ("preemptions_sustained", "kv_cache_saturated", "concurrency_oversubscribed")
+def _mean_gap(window: Window) -> float | None:
+    try:
+        return window.average(INTER_TOKEN_LATENCY)
+    except NoData:
+        return None
 
 
-def _gateway(basis: _Basis) -> Recommendation | Withheld:
-    carried = basis.carried
-    if basis.in_flight and basis.in_flight <= carried:
-        return Withheld(
+class _Answer:
+    """From what was found to what is said."""
+
+    def __init__(self, view: EngineView, because: tuple[str, ...], limits: Thresholds, study: _Study) -> None:
+        self._view = view
+        self._because = because
+        self._limits = limits
+        self._study = study
+
+    def proposals(self) -> Proposals:
+        study = self._study
+        made: list[Recommendation] = []
+        withheld: list[Withheld] = []
+        if study.gateway.is_change_worth_it:
+            made.append(self._gateway(study.gateway))
+        elif study.flags.is_change_worth_it:
+            reason = "no cap of the requests in flight does better than the present settings"
+            withheld.append(Withheld(setting="gateway_max_in_flight", reason=reason))
+        if study.flags.is_change_worth_it:
+            made += self._flags(study.flags)
+        else:
+            withheld.append(Withheld(setting="max_num_seqs", reason=self._nothing_better()))
+        return Proposals(
+            recommendations=tuple(made),
+            withheld=tuple(withheld),
+            options=self._options(),
+            simulation=self._basis(),
+        )
+
+    def _nothing_better(self) -> str:
+        now = self._study.flags.now
+        has_watermark = has_flag("watermark", self._version)
+        tried = "max_num_seqs and watermark" if has_watermark else "max_num_seqs"
+        return (
+            f"of the values of {tried} simulated, none does better than the present ones "
+            f"({now.preemptions_per_request:.2f} preemptions per request): give the pool more memory or add replicas"
+        )
+
+    @property
+    def _version(self) -> tuple[int, int, int] | None:
+        return engine_version(self._view.facts.vllm_version, self._view.window.latest.vllm_version_at_least)
+
+    @property
+    def confidence(self) -> Confidence:
+        """How well the simulation of the present settings reproduces the preemptions seen, and on how much it rests."""
+        study = self._study
+        seen, simulated = study.observed_per_request, study.flags.now.preemptions_per_request
+        finished = self._view.window.increase(REQUEST_SUCCESS)
+        spread = 2 / max(1.0, finished) ** 0.5 * max(seen, 0.1) ** 0.5  # of a count of that size, twice its deviation
+        low, high = sorted((max(seen, 1e-9), max(simulated, 1e-9)))
+        if study.load.source == "lifetime" or high > _ROUGHLY_RATIO * low + spread:
+            return "low"
+        if high > _REPRODUCED_RATIO * low + spread or finished < 100 or study.fit is None:
+            return "medium"
+        return "high"
+
+    def _gateway(self, outcome: Outcome) -> Recommendation:
+        cap = outcome.best.in_flight or 0
+        return Recommendation(
             setting="gateway_max_in_flight",
-            reason=f"{basis.in_flight:.0f} requests are in flight, not above the {carried} that the pool carries: "
-            "the lengths seen do not explain the preemptions; sample a longer --window",
+            flag=None,
+            current=int(lasting_in_flight(self._view.window.last(self._limits.hold_seconds))),
+            proposed=cap,
+            apply="now",
+            because=self._because,
+            confidence=self.confidence,
+            predicted=self._predicted(outcome),
+            note=f"cap the requests in flight on this engine at {cap} in the gateway and answer 429 beyond that",
         )
-    return Recommendation(
-        setting="gateway_max_in_flight",
-        flag=None,
-        current=int(basis.in_flight),
-        proposed=carried,
-        apply="now",
-        because=basis.because,
-        confidence=basis.confidence,
-        predicted=basis.predicted,
-        note=f"cap the requests in flight on this engine at {carried} in the gateway and answer 429 beyond that",
-    )
 
+    def _flags(self, outcome: Outcome) -> list[Recommendation]:
+        now, best, facts = outcome.now.settings, outcome.best.settings, self._view.facts
+        changes: list[tuple[str, float | int | None, float | int]] = []
+        if best.max_num_seqs != now.max_num_seqs:
+            known = now.max_num_seqs if self._study.load.max_num_seqs_known else None
+            changes.append(("max_num_seqs", known, best.max_num_seqs))
+        if best.watermark != now.watermark:
+            changes.append(("watermark", facts.watermark, best.watermark))
+        flags = [f"--{setting.replace('_', '-')} {proposed}" for setting, _, proposed in changes]
+        return [
+            Recommendation(
+                setting=setting,
+                flag=flag,
+                current=current,
+                proposed=proposed,
+                apply="restart",
+                because=self._because,
+                confidence=self.confidence,
+                predicted=self._predicted(outcome),
+                note=self._note(setting, [other for other in flags if other != flag]),
+            )
+            for (setting, current, proposed), flag in zip(changes, flags, strict=True)
+        ]
 
-def _at_restart(view: EngineView, basis: _Basis) -> Recommendation | Withheld:
-    version = view.facts.vllm_version or view.window.latest.vllm_version_at_least
-    if version is not None and parse_version(version) >= WATERMARK_SINCE:
-        return _watermark(view.facts.watermark, basis)
-    return _max_num_seqs(view.facts.max_num_seqs, basis)
+    def _note(self, setting: str, together: Sequence[str]) -> str:
+        notes = []
+        if together:
+            notes.append(f"together with {' '.join(together)}")
+        if setting == "max_num_seqs" and has_flag("max_num_active_seqs", self._version):
+            notes.append("--max-num-active-seqs has the same effect and keeps the sizes that were captured as graphs")
+        return "; ".join(notes)
 
+    def _predicted(self, outcome: Outcome) -> dict[str, float | int | str]:
+        option = _option("", outcome.best, outcome.now, self._study)
+        found: dict[str, float | int | str | None] = {
+            "method": "simulated",
+            "cost": "fitted" if self._study.fit else "assumed",
+            "preemptions_per_request": option.preemptions_per_request,
+            "preemptions_per_request_now": round(outcome.now.preemptions_per_request, 4),
+            "output_throughput_ratio": option.output_throughput_ratio,
+            "ttft_p99_ratio": option.ttft_p99_ratio,
+            "itl_p99_ratio": option.itl_p99_ratio,
+        }
+        return {name: value for name, value in found.items() if value is not None}
 
-def _max_num_seqs(current: int | None, basis: _Basis) -> Recommendation | Withheld:
-    carried = basis.carried
-    if current is not None and current <= carried:
-        return Withheld(
-            setting="max_num_seqs",
-            reason=f"it is {current} already, not above the {carried} that the pool carries at the lengths seen",
+    def _options(self) -> tuple[SettingOption, ...]:
+        study = self._study
+        flags, gateway = study.flags, study.gateway
+        named = [("now", flags.now)]
+        if flags.is_change_worth_it:
+            named.append(("proposed", flags.best))
+        if gateway.is_change_worth_it:
+            named.append(("gateway", gateway.best))
+        named += flags.alternatives
+        return tuple(_option(name, tried, flags.now, study) for name, tried in named)
+
+    def _basis(self) -> SimulationBasis:
+        study = self._study
+        runs = study.flags.now.runs
+        return SimulationBasis(
+            objective=study.objective,
+            requests=runs[0].requests,
+            draws=len(runs),
+            observed_preemptions_per_request=round(study.observed_per_request, 4),
+            simulated_preemptions_per_request=round(study.flags.now.preemptions_per_request, 4),
+            cost_error_ratio=round(study.fit.error_ratio, 4) if study.fit else None,
+            inputs=tuple((a.name, a.value, a.origin) for a in study.load.assumptions),
         )
-    return Recommendation(
-        setting="max_num_seqs",
-        flag=f"--max-num-seqs {carried}",
-        current=current,
-        proposed=carried,
-        apply="restart",
-        because=basis.because,
-        confidence=basis.confidence,
-        predicted=basis.predicted,
-        note="ends preemptions; costs throughput when requests turn out shorter. vLLM 0.24 and later have --watermark",
+
+
+def _option(name: str, tried: Tried, now: Tried, study: _Study) -> SettingOption:
+    requests = tried.runs[0].requests
+    per_request = [one.preemptions / requests for one in tried.runs]
+    speeds = [
+        one.output_tokens_per_second / other.output_tokens_per_second
+        for one, other in zip(tried.runs, now.runs, strict=True)
+    ]
+    timed = study.fit is not None
+    hidden = not study.load.max_num_seqs_known and tried.settings.max_num_seqs == now.settings.max_num_seqs
+
+    def ratio(field: str) -> float | None:
+        ours = mean_of(getattr(one, field) for one in tried.runs)
+        theirs = mean_of(getattr(one, field) for one in now.runs)
+        return round(ours / theirs, 4) if timed and ours is not None and theirs else None
+
+    return SettingOption(
+        name=name,
+        max_num_seqs=None if hidden else tried.settings.max_num_seqs,
+        watermark=tried.settings.watermark,
+        gateway_max_in_flight=tried.in_flight,
+        preemptions_per_request=round(tried.preemptions_per_request, 4),
+        preemptions_per_request_low=round(min(per_request), 4),
+        preemptions_per_request_high=round(max(per_request), 4),
+        recomputed_tokens_per_request=round(tried.pooled.recomputed_tokens / tried.pooled.requests, 1),
+        output_throughput_ratio=round(tried.output_tokens_per_second / now.output_tokens_per_second, 4),
+        output_throughput_ratio_low=round(min(speeds), 4),
+        output_throughput_ratio_high=round(max(speeds), 4),
+        steps_ratio=round(sum(one.steps for one in tried.runs) / sum(one.steps for one in now.runs), 4),
+        output_tokens_per_second=round(tried.output_tokens_per_second, 1) if timed else None,
+        ttft_p50_ratio=ratio("ttft_p50_seconds"),
+        ttft_p99_ratio=ratio("ttft_p99_seconds"),
+        itl_p50_ratio=ratio("itl_p50_seconds"),
+        itl_p99_ratio=ratio("itl_p99_seconds"),
     )
-
-
-def _watermark(current: float | None, basis: _Basis) -> Recommendation | Withheld:
-    """Free blocks for running requests to grow into: the spread of their demand, within the range measured to work."""
-    spread = basis.demand_blocks - basis.carried * basis.size.live_blocks_mean
-    share = min(WATERMARK_MAXIMUM, max(WATERMARK_MINIMUM, math.ceil(100 * spread / basis.usable_blocks) / 100))
-    if current is not None and current >= share:
-        return Withheld(
-            setting="watermark",
-            reason=f"it is {current} already, not below {share}: cap requests in flight, or give the pool more memory",
-        )
-    reserve = math.floor(share * (basis.usable_blocks + 1))
-    return Recommendation(
-        setting="watermark",
-        flag=f"--watermark {share}",
-        current=current,
-        proposed=share,
-        apply="restart",
-        because=basis.because,
-        confidence=basis.confidence,
-        predicted={"method": "analytic", "reserve_blocks": reserve, "usable_blocks": basis.usable_blocks},
-        note=f"keeps {reserve:,} blocks for running requests to grow into before another is admitted",
-    )
-
-
-def parse_version(text: str) -> tuple[int, int]:
-    """The first two numbers of a version, whatever follows: 0.23.1rc1.dev5 -> (0, 23). Unreadable -> (0, 0)."""
-    parts = text.lstrip("v").split(".")
-    try:
-        return int(parts[0]), int(parts[1])
-    except (IndexError, ValueError):
-        return 0, 0

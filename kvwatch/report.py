@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvwatch import checks
+from kvwatch.analytic import estimate
 from kvwatch.capacity import Capacity, EngineFacts, live_capacity
 from kvwatch.checks import metrics_missing
 from kvwatch.checks.check import EngineView
 from kvwatch.errors import NoData
 from kvwatch.finding import Finding, Status, Verdict, worst
-from kvwatch.recommend import Recommendation, Withheld, recommend
+from kvwatch.proposal import Proposals, Recommendation, SettingOption, SimulationBasis, Withheld
 from kvwatch.snapshot import CacheConfig, EngineKey
 from kvwatch.thresholds import DEFAULTS, Thresholds
 from kvwatch.vllm_metrics import (
@@ -33,6 +35,7 @@ from kvwatch.window import Window
 
 if TYPE_CHECKING:
     from kvwatch.budget import Budget
+    from kvwatch.objective import Objective
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +57,8 @@ class EngineReport:
     findings: tuple[Finding, ...]
     recommendations: tuple[Recommendation, ...]
     withheld: tuple[Withheld, ...]
+    options: tuple[SettingOption, ...] = ()
+    simulation: SimulationBasis | None = None
 
     @property
     def worst(self) -> Status:
@@ -95,19 +100,29 @@ def report(
     notes: Iterable[str] = (),
     scrapes: Iterable[Scrape] = (),
     failures: Mapping[EngineKey, str] | None = None,
+    simulate: bool = False,
+    objective: Objective = "balanced",
 ) -> Report:
     """One Window per engine, and the facts per target, -> Report.
 
     `failures` says of engines why no page shows them now. Whatever their windows hold is old, so nothing of it is
     reported but its time. An engine of which only the failure is known needs no window.
+
+    With `simulate`, settings for engines in trouble are chosen by simulating their load, which takes seconds of CPU
+    for each; without it they are estimated by formula.
     """
     known, gone = facts or {}, dict(failures or {})
+    proposer = _simulating(objective) if simulate else estimate
     engines = []
+    windows = tuple(windows)
+    current = tuple(window for window in windows if window.key not in gone)
     for window in windows:
         if window.key in gone:
             engines.append(unseen_engine(window.key, gone.pop(window.key), window.latest.at_seconds))
         else:
-            engines.append(engine_report(window, known.get(window.key.target, EngineFacts()), limits))
+            peers = tuple(other for other in current if _serves_the_same(other, window))
+            own = known.get(window.key.target, EngineFacts())
+            engines.append(engine_report(window, own, limits, proposer, peers))
     engines += [unseen_engine(key, reason, None) for key, reason in gone.items()]
     engines.sort(key=lambda engine: (-engine.worst.rank, engine.key))
     return Report(
@@ -118,10 +133,31 @@ def report(
     )
 
 
-def engine_report(window: Window, facts: EngineFacts, limits: Thresholds) -> EngineReport:
-    view = EngineView(window=window, capacity=live_capacity(window.latest.cache_config, facts), facts=facts)
+Proposer = Callable[[EngineView, "tuple[Finding, ...]", Thresholds], Proposals]
+
+
+def _simulating(objective: Objective) -> Proposer:
+    from kvwatch.recommend import recommend  # noqa: PLC0415 -- a check does not load the simulator
+
+    return partial(recommend, objective=objective)
+
+
+def _serves_the_same(other: Window, window: Window) -> bool:
+    """Whether another engine serves the same model."""
+    return other.key != window.key and other.key.model_name == window.key.model_name
+
+
+def engine_report(
+    window: Window,
+    facts: EngineFacts,
+    limits: Thresholds,
+    proposer: Proposer = estimate,
+    peers: tuple[Window, ...] = (),
+) -> EngineReport:
+    capacity = live_capacity(window.latest.cache_config, facts)
+    view = EngineView(window=window, capacity=capacity, facts=facts, peers=peers)
     findings = checks.evaluate_all(view, limits)
-    proposals, withheld = recommend(view, findings, limits)
+    proposals = proposer(view, findings, limits)
     inferred = window.latest.vllm_version_at_least
     return EngineReport(
         key=window.key,
@@ -134,8 +170,10 @@ def engine_report(window: Window, facts: EngineFacts, limits: Thresholds) -> Eng
         capacity=view.capacity,
         budget=facts.budget,
         findings=findings,
-        recommendations=proposals,
-        withheld=withheld,
+        recommendations=proposals.recommendations,
+        withheld=proposals.withheld,
+        options=proposals.options,
+        simulation=proposals.simulation,
     )
 
 

@@ -1,7 +1,7 @@
 """What `check` and `recommend` share: read the sources, make the report, print it, choose the exit code."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -13,6 +13,9 @@ from kvwatch.report import Report, report
 from kvwatch.sources import parse
 from kvwatch.sources.gather import gather
 from kvwatch.window import windows
+
+if TYPE_CHECKING:  # a check does not load the simulator
+    from kvwatch.objective import Objective
 
 FAIL_ON = {"warning": Status.WARNING, "critical": Status.CRITICAL}
 
@@ -38,9 +41,13 @@ def judge(
     headers: tuple[str, ...],
     fail_on: str,
     output: str,
+    objective: "Objective | None" = None,
     **flags: Any,
 ) -> None:
-    """Gather, report, render. Leaves with 2 if a source gave nothing, with 1 if a finding is bad enough."""
+    """Gather, report, render. Leaves with 2 if a source gave nothing, with 1 if a finding is bad enough.
+
+    With an objective, settings for engines in trouble are simulated and it chooses among them.
+    """
     told = given(ctx, flags)
     parsed = tuple(parse(source) for source in sources)
     found = gather(
@@ -50,7 +57,13 @@ def judge(
         progress=Progress(", ".join(source.given for source in parsed if source.is_live)),
     )
     made = windows(found.snapshots)
-    judged = report(made, facts=engine_facts(made, found.facts, told), notes=(*found.notes, *found.failures))
+    judged = report(
+        made,
+        facts=engine_facts(made, found.facts, told),
+        notes=(*found.notes, *found.failures),
+        simulate=objective is not None,
+        objective=objective or "balanced",
+    )
     click.echo(render(judged, output, recommendations_first=recommendations_first))
     for failure in found.failures:
         click.echo(f"Error: {failure}", err=True)

@@ -9,9 +9,19 @@ from kvwatch.cli.judge import judge, judging_options
 
 @click.command("recommend")
 @judging_options
+@click.option(
+    "--objective",
+    type=click.Choice(("balanced", "stability", "latency")),
+    default="balanced",
+    show_default=True,
+    help="What settings are chosen for: few preemptions at full throughput, next to none, or early first tokens.",
+)
 @click.pass_context
 def command(ctx: click.Context, /, **options: Any) -> None:
     """Judge the engines behind SOURCE... and say what to change: first what needs no restart, then the flags.
+
+    Where requests are preempted or held back, the load is reconstructed from the window and simulated under other
+    settings; a longer --window makes that more exact.
 
     SOURCE is a vLLM server (http://HOST:8000), a saved metrics page, a capture folder, - for standard input, or
     prometheus+http://HOST:9090?selector={...} for engines behind Prometheus, Thanos, Mimir or VictoriaMetrics.

@@ -56,9 +56,18 @@ def _engine(engine: EngineReport) -> dict[str, Any]:
         "budget": _budget(engine),
         "findings": plain(engine.findings),
         "recommendations": plain(engine.recommendations),
-        "options": [],
+        "options": plain(engine.options),
+        "simulation": _simulation(engine),
         "withheld": plain(engine.withheld),
     }
+
+
+def _simulation(engine: EngineReport) -> dict[str, Any] | None:
+    if engine.simulation is None:
+        return None
+    document: dict[str, Any] = plain(engine.simulation)
+    document["inputs"] = [{"name": n, "value": plain(v), "origin": o} for n, v, o in engine.simulation.inputs]
+    return document
 
 
 def _budget(engine: EngineReport) -> dict[str, Any] | None:

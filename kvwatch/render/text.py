@@ -5,9 +5,11 @@ Plain text, at most `width` columns, readable without colour. Colour only marks 
 
 import textwrap
 from collections.abc import Iterable
+from dataclasses import replace
 
 from kvwatch.finding import Finding, Status
-from kvwatch.recommend import Recommendation
+from kvwatch.proposal import Recommendation
+from kvwatch.render.options_text import options_table
 from kvwatch.report import EngineReport, Report
 
 _MARK = {Status.OK: "ok", Status.UNKNOWN: "unknown", Status.WARNING: "WARNING", Status.CRITICAL: "CRITICAL"}
@@ -61,6 +63,8 @@ def _engine(engine: EngineReport, *, width: int, colour: bool, recommendations_f
     todo = _todo(engine, width=width)
     if recommendations_first:
         parts += [_findings(found, width=width, colour=colour), todo or _nothing_to_do(engine, width=width)]
+        if engine.simulation is not None:
+            parts.append(options_table(engine.options, engine.simulation, width=width))
         parts += [unknown, _names(fine, width=width, colour=colour)]
     else:
         parts += [_findings(found, width=width, colour=colour), unknown, _findings(fine, width=width, colour=colour)]
@@ -143,13 +147,26 @@ def _todo(engine: EngineReport, *, width: int) -> str:
         lines += [_recommendation(r, width=width) for r in now]
     if restart:
         lines.append("  At the next rollout (a restart drops the cache and running requests):")
-        lines += [_recommendation(r, width=width) for r in restart]
+        lines += [_recommendation(r, width=width) for r in _joined(restart)]
     if engine.withheld:
         lines.append("  Not decided:")
         lines += [
             _wrap(f"{w.setting}: {w.reason}", width=width, indent="      ", first="    ") for w in engine.withheld
         ]
     return "\n".join(lines)
+
+
+def _joined(restart: list[Recommendation]) -> list[Recommendation]:
+    """Flags that were simulated together, as one entry."""
+    if len(restart) < 2 or any(item.predicted != restart[0].predicted for item in restart):
+        return restart
+    current = ", ".join(f"{item.setting} {item.current}" for item in restart if item.current is not None)
+    flags = " ".join(item.flag or "" for item in restart)
+    notes = [
+        note for item in restart for note in item.note.split("; ") if note and not note.startswith("together with")
+    ]
+    note = "; ".join([*([f"now {current}"] if current else []), *notes])
+    return [replace(restart[0], flag=flags, current=None, note=note)]
 
 
 def _recommendation(item: Recommendation, *, width: int) -> str:
@@ -165,6 +182,8 @@ def _recommendation(item: Recommendation, *, width: int) -> str:
 def _why(item: Recommendation) -> str:
     because = f"because of {', '.join(item.because)}; confidence {item.confidence}"
     predicted = item.predicted
+    if predicted.get("method") == "simulated":
+        return f"{_effect(item)}; {because}"
     if "demand_blocks" not in predicted:
         return because
     return (
@@ -172,6 +191,14 @@ def _why(item: Recommendation) -> str:
         f"{float(predicted['demand_blocks']):.0f} of {int(predicted['usable_blocks']):,} blocks with probability "
         f"{float(predicted['probability']):.0%}; {because}"
     )
+
+
+def _effect(item: Recommendation) -> str:
+    predicted = item.predicted
+    before, after = float(predicted["preemptions_per_request_now"]), float(predicted["preemptions_per_request"])
+    unit = "tokens per second" if predicted["cost"] == "fitted" else "tokens per second at an assumed cost"
+    change = float(predicted["output_throughput_ratio"]) - 1
+    return f"simulated: {before:.2f} -> {after:.2f} preemptions per request, {change:+.0%} {unit}"
 
 
 def _seconds(value: float) -> str:

@@ -1,0 +1,27 @@
+"""The first vLLM release that has each flag kvwatch may propose: nothing is proposed that the version lacks.
+
+SOURCE: vllm/engine/arg_utils.py of releases 0.6.6 to 0.33.0. 0.6 stands for "every release known here". A setting
+without an entry is no flag of vLLM's (`gateway_max_in_flight`, `replicas`).
+"""
+
+from kvwatch.versions import EARLIEST_KNOWN, Version
+
+FIRST_RELEASE: dict[str, Version] = {
+    "max_num_seqs": EARLIEST_KNOWN,
+    "max_num_batched_tokens": EARLIEST_KNOWN,
+    "gpu_memory_utilization": EARLIEST_KNOWN,
+    "kv_cache_dtype": EARLIEST_KNOWN,
+    "max_model_len": EARLIEST_KNOWN,
+    "enable_prefix_caching": EARLIEST_KNOWN,
+    "tensor_parallel_size": EARLIEST_KNOWN,
+    "kv_cache_memory_bytes": (0, 10, 2),
+    "scheduler_reserve_full_isl": (0, 19, 0),
+    "watermark": (0, 24, 0),
+    "max_num_queued_reqs": (0, 29, 0),
+    "max_num_active_seqs": (0, 31, 0),
+}
+
+
+def has_flag(setting: str, version: Version | None) -> bool:
+    """Whether that release has the flag; an unknown version has only what every release has."""
+    return FIRST_RELEASE[setting] <= (version or EARLIEST_KNOWN)

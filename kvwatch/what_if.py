@@ -1,0 +1,287 @@
+"""Simulate an engine's load under other settings: what each would do, and which serves an objective best.
+
+All settings are tried on the same drawn requests, three draws (seeds) of them, so that their differences are not those
+of luck. The search is wide on the first draw and narrow on the others:
+
+1. caps of running requests, from what the pool holds at the end of every request to what runs now, times watermarks;
+2. the best of these, and the present settings, on the other draws;
+3. the neighbours of the best, where the caps were not tried one by one.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from kvwatch.flag_releases import has_flag
+from kvwatch.objective import THROUGHPUT_KEPT_RATIO, Objective, Option, choose
+from kvwatch.simulation import CostModel, Request, SchedulerSettings, SimulationResult
+from kvwatch.simulator import simulate
+from kvwatch.versions import Version
+
+SEEDS = (0, 1, 2)
+WATERMARKS = (0.0, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2)
+_FEW_WATERMARKS = (0.0, 0.02, 0.05, 0.1, 0.2)
+_MANY_REQUESTS = 500  # above it a simulation takes long enough to try fewer settings
+_FINALISTS = 14
+_FAST_ENOUGH_RATIO = THROUGHPUT_KEPT_RATIO - 0.01  # on one draw only, so with a margin
+_RELIEF_RATIO, RELIEF_THROUGHPUT_RATIO = 0.5, 0.90
+# Settings whose preemptions exceed those of the best by no more than this are as good: luck moves counts by that much.
+_AS_CALM_RATIO, _AS_CALM_PREEMPTIONS = 1.25, 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """What is simulated: draws of requests, how they arrive, the present settings, what a step costs."""
+
+    settings: SchedulerSettings
+    cost: CostModel
+    draws: tuple[tuple[Request, ...], ...]
+    clients: int | None
+    version: Version | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tried:
+    """One combination of settings, simulated on every draw. `in_flight` caps the requests sent to the engine."""
+
+    settings: SchedulerSettings
+    in_flight: int | None
+    runs: tuple[SimulationResult, ...]
+
+    @property
+    def preemptions(self) -> float:
+        """Mean per draw."""
+        return math.fsum(run.preemptions for run in self.runs) / len(self.runs)
+
+    @property
+    def preemptions_per_request(self) -> float:
+        return sum(run.preemptions for run in self.runs) / sum(run.requests for run in self.runs)
+
+    @property
+    def output_tokens_per_second(self) -> float:
+        return sum(run.output_tokens for run in self.runs) / math.fsum(run.makespan_seconds for run in self.runs)
+
+    @property
+    def pooled(self) -> SimulationResult:
+        """All draws as one result: counts summed, percentiles averaged."""
+        first = self.runs[0]
+        return replace(
+            first,
+            requests=sum(run.requests for run in self.runs),
+            preemptions=sum(run.preemptions for run in self.runs),
+            recomputed_tokens=sum(run.recomputed_tokens for run in self.runs),
+            preemptions_per_request=self.preemptions_per_request,
+            output_tokens_per_second=self.output_tokens_per_second,
+            ttft_p50_seconds=mean_of(run.ttft_p50_seconds for run in self.runs),
+            ttft_p99_seconds=mean_of(run.ttft_p99_seconds for run in self.runs),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """The present settings, the best found, and others by what they change. `best` is `now` where nothing is better."""
+
+    now: Tried
+    best: Tried
+    alternatives: tuple[tuple[str, Tried], ...] = ()
+
+    @property
+    def is_change_worth_it(self) -> bool:
+        return self.best is not self.now
+
+
+def mean_of(values: Iterable[float | None]) -> float | None:
+    """The mean of those there are; None without any."""
+    known = [value for value in values if value is not None]
+    return math.fsum(known) / len(known) if known else None
+
+
+def best_settings(trial: Trial, objective: Objective = "balanced") -> Outcome:
+    """The best max_num_seqs and watermark (where the version has it)."""
+    caps = cap_candidates(trial)
+    watermarks: Sequence[float] = (trial.settings.watermark,)
+    if has_flag("watermark", trial.version):
+        usual = WATERMARKS if len(trial.draws[0]) <= _MANY_REQUESTS else _FEW_WATERMARKS
+        watermarks = sorted({*usual, trial.settings.watermark})
+    now = trial.settings
+    asked = [
+        (with_seqs(now, cap, watermark), None) for cap in sorted({*caps, now.max_num_seqs}) for watermark in watermarks
+    ]
+    search = _Search(trial, objective)
+    search.run(asked)
+    search.refine(caps, watermarks)
+    return search.outcome()
+
+
+def best_in_flight(trial: Trial, objective: Objective = "balanced") -> Outcome:
+    """The best cap of the requests in flight, with the present flags.
+
+    It is there to end an incident. So where the balanced choice leaves half of the preemptions, it is the calmest that
+    keeps 90 % of the throughput.
+    """
+    asked = [(trial.settings, cap) for cap in cap_candidates(trial) if cap < (trial.clients or math.inf)]
+    search = _Search(trial, objective)
+    search.run(asked)
+    outcome = search.outcome()
+    if objective == "balanced" and outcome.best.preemptions > _RELIEF_RATIO * outcome.now.preemptions:
+        return replace(outcome, best=search.calmest(RELIEF_THROUGHPUT_RATIO))
+    return outcome
+
+
+def cap_candidates(trial: Trial) -> tuple[int, ...]:
+    """Caps from what the pool holds of requests at their end to what it holds at half their answer; at most 12."""
+    settings, requests = trial.settings, trial.draws[0]
+    usable = settings.usable_blocks
+    at_end = sum(settings.blocks(r.prompt_tokens + r.output_tokens) for r in requests) / len(requests)
+    # requests are seen running in proportion to their answers
+    weight = sum(r.output_tokens for r in requests)
+    halfway = sum(settings.blocks(r.prompt_tokens + r.output_tokens // 2) * r.output_tokens for r in requests) / weight
+    limit = settings.max_num_batched_tokens
+    if trial.clients is not None:
+        limit = min(limit, trial.clients)
+    lowest = max(1, min(limit, math.floor(0.8 * usable / at_end)))
+    highest = max(lowest, min(limit, math.ceil(1.3 * usable / halfway)))
+    most = 12 if len(requests) <= _MANY_REQUESTS else 7
+    if highest - lowest < most:
+        caps = set(range(lowest, highest + 1))
+    else:
+        ratio = (highest / lowest) ** (1 / (most - 1))
+        caps = {round(lowest * ratio**step) for step in range(most)}
+    return tuple(sorted(caps))
+
+
+def with_seqs(settings: SchedulerSettings, max_num_seqs: int, watermark: float) -> SchedulerSettings:
+    """The settings with another cap and watermark; max_num_active_seqs never exceeds max_num_seqs."""
+    active = settings.max_num_active_seqs
+    return replace(
+        settings,
+        max_num_seqs=max_num_seqs,
+        watermark=watermark,
+        max_num_active_seqs=None if active is None else min(active, max_num_seqs),
+    )
+
+
+def run(trial: Trial, settings: SchedulerSettings, in_flight: int | None, draws: Iterable[int]) -> Tried:
+    """Simulate settings on some of the draws.
+
+    A cap of the requests in flight is, in a closed loop, so many clients. In an open loop the gateway holds back the
+    others, which the engine sees as a queue: as with max_num_seqs.
+    """
+    clients = trial.clients
+    if in_flight is not None:
+        if clients is None:
+            settings = with_seqs(settings, min(in_flight, settings.max_num_seqs), settings.watermark)
+        else:
+            clients = min(clients, in_flight)
+    runs = tuple(simulate(settings, trial.cost, trial.draws[draw], clients) for draw in draws)
+    return Tried(settings=settings, in_flight=in_flight, runs=runs)
+
+
+_Number = TypeVar("_Number", int, float)
+_Key = tuple[SchedulerSettings, int | None]
+
+
+class _Search:
+    """One search: what was tried, each combination once per draw."""
+
+    def __init__(self, trial: Trial, objective: Objective) -> None:
+        self._trial = trial
+        self._objective: Objective = objective
+        self._now = run(trial, trial.settings, None, range(len(trial.draws)))
+        self._full: dict[_Key, Tried] = {(trial.settings, None): self._now}
+
+    def run(self, asked: Iterable[_Key]) -> None:
+        """Try all on the first draw, and the promising ones on the others."""
+        first = {key: run(self._trial, *key, draws=(0,)) for key in asked if key not in self._full}
+        for key in self._promising(first):
+            rest = run(self._trial, *key, draws=range(1, len(self._trial.draws)))
+            self._full[key] = replace(first[key], runs=(*first[key].runs, *rest.runs))
+
+    def refine(self, caps: Sequence[int], watermarks: Sequence[float]) -> None:
+        """Try the values halfway between the best ones and their neighbours."""
+        best = self._chosen(list(self._full.values())).settings
+        between = [(cap + best.max_num_seqs) // 2 for cap in _neighbours(caps, best.max_num_seqs)]
+        shares = [round((share + best.watermark) / 2, 4) for share in _neighbours(watermarks, best.watermark)]
+        asked = [with_seqs(best, cap, best.watermark) for cap in between]
+        asked += [with_seqs(best, best.max_num_seqs, share) for share in shares]
+        self.run((settings, None) for settings in asked)
+
+    def outcome(self) -> Outcome:
+        tried = list(self._full.values())
+        now = self._now.settings
+        best = self._simplest(self._chosen(tried))
+        families = {
+            "watermark alone": [one for one in tried if one.settings.max_num_seqs == now.max_num_seqs],
+            "max_num_seqs alone": [one for one in tried if one.settings.watermark == now.watermark],
+        }
+        alternatives = [(name, self._chosen(family)) for name, family in families.items()]
+        alternatives.append(("fewest preemptions", self._chosen(tried, "stability")))
+        return Outcome(now=self._now, best=best, alternatives=_distinct(alternatives, seen=(self._now, best)))
+
+    def calmest(self, kept_ratio: float) -> Tried:
+        """The fewest preemptions among those that keep so much of the highest throughput, then the fastest."""
+        tried = self._full.values()
+        fastest = max(one.output_tokens_per_second for one in tried)
+        fast = [one for one in tried if one.output_tokens_per_second >= kept_ratio * fastest]
+        return min(fast, key=lambda one: (one.preemptions, -one.output_tokens_per_second))
+
+    def _chosen(self, tried: Sequence[Tried], objective: Objective | None = None) -> Tried:
+        options = [Option(settings=one.settings, result=one.pooled) for one in tried]
+        chosen = choose(options, objective or self._objective, self._trial.settings)
+        return tried[next(number for number, option in enumerate(options) if option is chosen)]
+
+    def _simplest(self, best: Tried) -> Tried:
+        """The present settings if they are as good; else the best, without a change that makes no difference."""
+        if self._is_as_good(self._now, best, ratio=_AS_CALM_RATIO, preemptions=_AS_CALM_PREEMPTIONS):
+            return self._now
+        now = self._now.settings
+        for settings in (replace(best.settings, max_num_seqs=now.max_num_seqs), replace(best.settings, watermark=0.0)):
+            simpler = self._full.get((settings, best.in_flight))
+            if simpler is not None and self._is_as_good(simpler, best, ratio=1.1, preemptions=1.0):
+                return simpler
+        return best
+
+    def _promising(self, first: dict[_Key, Tried]) -> list[_Key]:
+        """Of those fast enough the calmest, the fastest, and the best that changes one setting only."""
+        if len(first) <= _FINALISTS:
+            return list(first)
+        fastest = max(tried.output_tokens_per_second for tried in first.values())
+        fast = [key for key in first if first[key].output_tokens_per_second >= _FAST_ENOUGH_RATIO * fastest]
+        fast.sort(key=lambda key: (first[key].preemptions, -first[key].output_tokens_per_second))
+        by_speed = sorted(first, key=lambda key: -first[key].output_tokens_per_second)
+        now = self._trial.settings
+        families = (
+            [tried for (settings, _), tried in first.items() if settings.max_num_seqs == now.max_num_seqs],
+            [tried for (settings, _), tried in first.items() if settings.watermark == now.watermark],
+        )
+        winners = [self._chosen(family) for family in families if family]
+        winners.append(self._chosen(list(first.values()), "stability"))
+        keys = [*fast[: _FINALISTS - 5], *by_speed[:2], *((one.settings, one.in_flight) for one in winners)]
+        return list(dict.fromkeys(key for key in keys if key in first))
+
+    def _is_as_good(self, ours: Tried, best: Tried, *, ratio: float, preemptions: float) -> bool:
+        if self._objective == "latency":
+            late, early = ours.pooled.ttft_p99_seconds, best.pooled.ttft_p99_seconds
+            return late is not None and early is not None and late <= 1.1 * early
+        fastest = max(one.output_tokens_per_second for one in self._full.values())
+        calm = ours.preemptions <= ratio * best.preemptions + preemptions
+        return calm and ours.output_tokens_per_second >= THROUGHPUT_KEPT_RATIO * fastest
+
+
+def _neighbours(values: Sequence[_Number], value: _Number) -> list[_Number]:
+    if value not in values:
+        return []
+    place = values.index(value)
+    return [values[other] for other in (place - 1, place + 1) if 0 <= other < len(values)]
+
+
+def _distinct(named: Iterable[tuple[str, Tried]], seen: Iterable[Tried]) -> tuple[tuple[str, Tried], ...]:
+    """Without those that are in `seen` or named before."""
+    known = {(one.settings, one.in_flight) for one in seen}
+    kept = []
+    for name, one in named:
+        if (one.settings, one.in_flight) not in known:
+            known.add((one.settings, one.in_flight))
+            kept.append((name, one))
+    return tuple(kept)
