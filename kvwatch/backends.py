@@ -36,6 +36,8 @@ class Kernels:
 
 
 _ANY_16 = Kernels(name="FLASH_ATTN", sizes=(16,))
+# vllm/v1/attention/backends/flash_attn.py, _get_sm90_fa4_fp8_kv_block_size (Gemma 4's full layers)
+_FLASH_ATTN_4_FP8 = Kernels(name="FLASH_ATTN", sizes=(64,), default=64)
 _ROCM = Kernels(name="ROCM_ATTN", sizes=(16,))
 _FLASHINFER = Kernels(name="FLASHINFER", sizes=(16, 32, 64), multiples=False)
 _CPU = Kernels(name="CPU_ATTN", sizes=(32,), default=128)
@@ -60,11 +62,21 @@ def kernels_for(model: ModelSpec, engine: ResolvedEngine) -> Kernels:
     major = device.capability[0] if device is not None and device.capability is not None else 0
     if "mla_indexer" in model.kinds:
         return _SPARSE_MLA
-    if model.uses_mla:
-        return _latent(engine, major)
-    if engine.kv_cache_dtype == "ultraquant_4bit":
+    return _latent(engine, major) if model.uses_mla else _heads(model, engine, major)
+
+
+def _heads(model: ModelSpec, engine: ResolvedEngine, major: int) -> Kernels:
+    """Attention with heads, on CUDA."""
+    dtype = engine.kv_cache_dtype
+    if dtype == "ultraquant_4bit":
         return _ULTRAQUANT
-    return _FLASHINFER if major == 10 and not engine.kv_cache_dtype.startswith("turboquant") else _ANY_16
+    if major == 9 and dtype in {"fp8", "fp8_e4m3"} and _has_head_dim(model, 512):
+        return _FLASH_ATTN_4_FP8
+    return _FLASHINFER if major == 10 and not dtype.startswith("turboquant") else _ANY_16
+
+
+def _has_head_dim(model: ModelSpec, head_dim: int) -> bool:
+    return any(cache.head_dim == head_dim for cache, _ in model.kind_counts)
 
 
 def _latent(engine: ResolvedEngine, major: int) -> Kernels:

@@ -14,6 +14,7 @@ from kvwatch.kv_dtypes import latent_token_bytes, token_bytes
 # Hopper, FlashInfer on Blackwell), so the block size is that of a fallback kernel. It is taken from the case.
 FALLBACK_KERNEL = {
     "DeepSeek-V3|tp1|pp1|dcp1|fp8|{}|H100-80GB": "TRITON_MLA instead of FLASHMLA (blocks of 64)",
+    "DeepSeek-V2-Lite|tp2|pp1|dcp1|fp8|{}|H100-80GB": "TRITON_MLA instead of FLASHMLA (blocks of 64)",
     "DeepSeek-V3|tp8|pp1|dcp1|auto|{}|B200-180GB": "CUTLASS_MLA instead of FLASHINFER_MLA (blocks of 32)",
     "Qwen3-Next-80B-A3B|tp1|pp1|dcp1|auto|{}|B200-180GB": "FLASH_ATTN instead of FLASHINFER (steps of 16)",
 }

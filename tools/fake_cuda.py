@@ -8,6 +8,9 @@ calls that planning touches but does not need. Nothing is computed with it: mode
 # ruff: noqa: PLC0415, SLF001 -- vLLM may only be imported after the platform is set, and has no public way to set it
 
 import functools
+import importlib
+import importlib.abc
+import importlib.machinery
 import os
 import sys
 import types
@@ -27,6 +30,7 @@ _ENVIRONMENT = {
 }
 _COMPILED = ("vllm._C_stable_libtorch", "vllm._moe_C", "vllm._C")
 _FLASH_ATTENTION = ("vllm.vllm_flash_attn", "vllm.vllm_flash_attn.flash_attn_interface")
+_ABSENT_PACKAGES = frozenset({"cuda", "cutlass", "torchvision"})
 _KERNEL_NAMESPACES = frozenset({"_C", "_moe_C", "_C_cache_ops", "_C_custom_ar", "_rocm_C", "_vllm_fa3_C"})
 
 # While a model is built, a kernel that does not exist is a function that does nothing.
@@ -75,6 +79,65 @@ class _Module(types.ModuleType):
             raise AttributeError(name)
         answer = True if name.startswith(("is_", "fa_version")) else None
         return lambda *_arguments, **_options: answer
+
+
+class _Boundless(type):
+    """The type of `Anything`: every attribute of the class is the class."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return cls
+
+
+class Anything(metaclass=_Boundless):
+    """Stands for any class, function, decorator or type of a module that is not there."""
+
+    def __init__(self, *_arguments: Any, **_options: Any) -> None: ...
+
+    def __call__(self, *_arguments: Any, **_options: Any) -> Any:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+    def __class_getitem__(cls, _key: Any) -> Any:
+        return cls
+
+
+class _AnyModule(types.ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Anything
+
+
+class _AnyModuleFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds every module below the packages that are not there."""
+
+    def find_spec(self, name: str, _path: Any = None, _target: Any = None) -> Any:
+        if name.partition(".")[0] not in _ABSENT_PACKAGES:
+            return None
+        return importlib.machinery.ModuleSpec(name, self, is_package=True)
+
+    def create_module(self, spec: Any) -> types.ModuleType:
+        return _AnyModule(spec.name)
+
+    def exec_module(self, _module: types.ModuleType) -> None: ...
+
+
+def stub_absent_packages() -> None:
+    """Empty modules in place of cuda-python, CUTLASS and torchvision, which some model files import at their top.
+
+    vLLM asks what a model class can do in a process of its own, which would not know these modules: ask here instead.
+    """
+    importlib.import_module("transformers.models.auto.image_processing_auto")  # looks for torchvision once, at import
+    sys.meta_path.append(_AnyModuleFinder())
+    from vllm.model_executor.models import registry
+
+    registry._run_in_subprocess = lambda question: question()
 
 
 def install(name: str, capability: tuple[int, int], memory_bytes: int) -> None:

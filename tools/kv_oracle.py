@@ -106,6 +106,7 @@ def report(document: dict[str, Any], answers: list[dict[str, Any]], only: str) -
 def work(document: dict[str, Any], gpu: str, only: str) -> int:
     facts = document["gpus"][gpu]
     fake_cuda.install(facts["name"], tuple(facts["capability"]), facts["memory_bytes"])
+    fake_cuda.stub_absent_packages()
     for row in document["cases"]:
         if row["gpu"] != gpu or only not in row["id"]:
             continue
