@@ -284,3 +284,31 @@ def test_any_text_is_a_command_line_or_one_known_error(text: str) -> None:
     else:
         assert set(line.fields) <= {flag.field for flag in FLAGS} | {
             "num_speculative_tokens", "speculative_method", "kv_connector"}  # fmt: skip
+
+
+# --- kernels ---
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "version", "dtype", "block_size"),
+    [
+        ("Llama-3.1-8B", B200, (0, 33, 0), "auto", 16),
+        ("DeepSeek-V3", B200, (0, 33, 0), "auto", 32),
+        ("DeepSeek-V3", B200, (0, 17, 0), "auto", 128),
+        ("DeepSeek-V3", H100, (0, 33, 0), "auto", 16),
+        ("DeepSeek-V3", H100, (0, 33, 0), "fp8", 64),
+        ("DeepSeek-V3", H100, (0, 33, 0), "int8_per_token_head", 16),
+        ("DeepSeek-V3", H100, (0, 11, 1), "auto", 64),
+        ("DeepSeek-V3", A100, (0, 33, 0), "fp8", 16),
+        ("DeepSeek-V3", GB10, (0, 33, 0), "fp8", 16),
+        ("DeepSeek-V3.2", B200, (0, 33, 0), "auto", 64),
+        ("Gemma-4-26B(text)", H100, (0, 33, 0), "fp8", 64),
+        ("Gemma-4-26B(text)", A100, (0, 33, 0), "fp8", 16),
+        ("Qwen3-Next-80B-A3B", B200, (0, 33, 0), "auto", 544),
+    ],
+)
+def test_the_kernels_of_a_gpu_settle_the_block_size(
+    name: str, device: Device, version: tuple[int, int, int], dtype: str, block_size: int
+) -> None:
+    engine = EngineConfig(device=device, vllm_version=version, kv_cache_dtype=dtype)
+    assert plan_for(budget_cases.model(name), engine).block_size_tokens == block_size
