@@ -1,189 +1,348 @@
 #!/usr/bin/env python3
-"""Prove it on a real engine: thrash, ask kvwatch, do what it says, measure again. Writes docs/proof.md.
+"""A real vLLM thrashes, kvwatch reads its /metrics and names flags, vLLM restarts with them: is it better?
 
-usage: make prove        about 8 minutes on two cores; needs the vLLM of tools/install_vllm.sh
+    python tools/prove.py [--rounds 2] [--output docs/proof.md]
 
-Every run serves the same requests with a real vLLM on the CPU. The first runs with the settings as found; kvwatch looks
-on and recommends. Each further run changes exactly what one recommendation says.
+The same seeded work every time: 28 clients send 3 requests each, prompts of 900 to 1500 tokens, answers of 600 to 1200,
+to a pool of 256 blocks of 128 tokens. The prediction is made from the first run's pages, before the flags are tried.
+It needs the vLLM of tools/install_vllm.sh and several minutes in which the machine does nothing else.
 """
 
+import argparse
 import json
+import math
+import os
 import platform
-import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent / "tests"), str(Path(__file__).resolve().parent.parent)]
+
 from load import Load, Traffic
-from parts import eventually
 from vllm_server import vllm_server
 
-from kvwatch.exposition import decode, read_samples
-from kvwatch.snapshot import Snapshot, snapshots
+from kvwatch.capacity import EngineFacts, live_capacity
+from kvwatch.checks.check import EngineView
+from kvwatch.errors import KvwatchError
+from kvwatch.recommend import trial_of
+from kvwatch.simulator import simulate
+from kvwatch.snapshot import Snapshot
+from kvwatch.sources import parse
+from kvwatch.sources.gather import gather
 from kvwatch.sources.scrape import Scraper
-from kvwatch.vllm_metrics import GENERATION_TOKENS, INTER_TOKEN_LATENCY, PREEMPTIONS, TIME_TO_FIRST_TOKEN
-from kvwatch.window import Window
+from kvwatch.vllm_metrics import INTER_TOKEN_LATENCY, TIME_TO_FIRST_TOKEN
+from kvwatch.what_if import with_seqs
+from kvwatch.window import Window, windows
+from kvwatch.workload import offered_load
 
-OUTPUT = Path(__file__).parent.parent / "docs" / "proof.md"
+ROOT = Path(__file__).resolve().parent.parent
+CLIENTS, EACH, SEATS = 28, 3, 32
+REQUESTS = CLIENTS * EACH
+WORK = Traffic(clients=CLIENTS, prompt_tokens=(900, 1500), output_tokens=(600, 1200), requests_per_client=EACH, seed=11)
+WARM_UP = Traffic(clients=8, prompt_tokens=(900, 1500), output_tokens=(20, 40), requests_per_client=2, seed=5)
 POOL = ("--num-gpu-blocks-override", "256")
-AS_FOUND = ("--max-num-seqs", "32")
-OLDER_VLLM = "0.20.0"  # has no --watermark, so kvwatch recommends --max-num-seqs
-TRAFFIC = Traffic(clients=28, prompt_tokens=(900, 1500), output_tokens=(600, 1200), requests_per_client=3)
+BASELINE = {"max_num_seqs": SEATS, "watermark": 0.0}
+# The pages that kvwatch sees end before the first clients run out of requests: the load is still on.
+SEEN_REQUESTS = REQUESTS - CLIENTS
+TARGETS = {"preemptions": 0.80, "throughput": 0.97}
+DRAWS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One run of the traffic, measured at the engine (deltas of its counters) and at the clients."""
+    """One run of the work, measured on the server's own counters."""
 
-    name: str
+    settings: Mapping[str, float]
     preemptions: int
+    seconds: float
+    output_tokens: int
+    itl_mean_seconds: float
+    itl_p99_seconds: float
+    ttft_p50_seconds: float
+    ttft_p99_seconds: float
+
+    @property
+    def output_tokens_per_second(self) -> float:
+        return self.output_tokens / self.seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """What is expected of the same work under some settings: mean and extremes over draws of requests."""
+
+    preemptions: float
+    preemptions_low: int
+    preemptions_high: int
     output_tokens_per_second: float
-    token_gap_mean_seconds: float
-    first_token_p95_seconds: float
-    response_p50_seconds: float
-    response_p95_seconds: float
-    took_seconds: float
-
-    def row(self) -> str:
-        return (
-            f"| {self.name} | {self.preemptions} | {self.output_tokens_per_second:,.0f} | "
-            f"{1000 * self.token_gap_mean_seconds:.1f} ms | {self.first_token_p95_seconds:.1f} s | "
-            f"{self.response_p50_seconds:.1f} s | {self.response_p95_seconds:.1f} s | {self.took_seconds:.0f} s |"
-        )
 
 
-def page(address: str) -> Snapshot:
-    scraper = Scraper(f"{address}/metrics")
-    try:
-        fetched = scraper.page()
-    finally:
-        scraper.close()
-    [snapshot] = snapshots(read_samples(decode(fetched.body)), at_seconds=fetched.at_seconds, target=address)
-    return snapshot
+def main() -> int:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--rounds", type=int, default=2, help="how often both settings are run, in turn")
+    options.add_argument("--output", type=Path, default=ROOT / "docs" / "proof.md")
+    asked = options.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        baseline = [measure(BASELINE, folder, "baseline")]
+        report = recommend(folder / "baseline")
+        proposed = {**BASELINE, **flags_of(report)}
+        if proposed == BASELINE:
+            raise SystemExit(f"kvwatch proposed no flag:\n{json.dumps(report, indent=1)[:4000]}")
+        expected = [predict(folder / "baseline", settings) for settings in (BASELINE, proposed)]
+        say(f"proposed {proposed}; expected {expected[1]}")
+        tuned = [measure(proposed, folder, "tuned")]
+        for number in range(1, asked.rounds):
+            baseline.append(measure(BASELINE, folder, f"baseline{number}"))
+            tuned.append(measure(proposed, folder, f"tuned{number}"))
+    text = page(report, proposed, expected, baseline, tuned)
+    asked.output.write_text(text, encoding="utf-8")
+    say(text)
+    return 0 if all(passed for _, passed in verdicts(expected, baseline, tuned)) else 1
 
 
-def measure(name: str, address: str, load: Load, before: Snapshot, started: float) -> Run:
-    """Wait for the traffic to end and read what it did."""
-    load.wait()
-    took = time.monotonic() - started
-    load.stop()
-    if load.errors:
-        sys.exit(f"{name}: {load.errors[0]}")
-    seen = Window((before, page(address)))
-    cuts = statistics.quantiles(load.response_seconds, n=20)
-    run = Run(
-        name=name,
-        preemptions=round(seen.increase(PREEMPTIONS)),
-        output_tokens_per_second=seen.increase(GENERATION_TOKENS) / took,
-        token_gap_mean_seconds=seen.average(INTER_TOKEN_LATENCY),
-        first_token_p95_seconds=seen.quantile(TIME_TO_FIRST_TOKEN, 0.95),
-        response_p50_seconds=statistics.median(load.response_seconds),
-        response_p95_seconds=cuts[-1],
-        took_seconds=took,
-    )
-    print(run.row(), file=sys.stderr)
+# ---- running -------------------------------------------------------------------------------------------------------
+
+
+def measure(settings: Mapping[str, float], folder: Path, name: str) -> Run:
+    """Start vLLM with the settings, let the clients do their work, read its counters, end it."""
+    say(f"{name}: vLLM with {command_line(settings)}")
+    with vllm_server(folder / f"{name}.log", *POOL, *command_line(settings).split()) as address:
+        warm_up = Load(address, WARM_UP)
+        warm_up.start()
+        warm_up.wait()
+        load = Load(address, WORK)
+        scraper = Scraper(f"{address}/metrics")
+        before = scraper.page().body
+        started = time.monotonic()
+        load.start()
+        with recording(scraper, folder / name, load):
+            load.wait()
+        seconds = time.monotonic() - started
+        after = scraper.page().body
+    if load.errors or load.answered != REQUESTS:
+        raise SystemExit(f"{load.answered} of {REQUESTS} requests were answered; errors: {load.errors[:3]}")
+    window = window_of({0: before, 1: after}, folder / f"{name}-ends")
+    run = measured(settings, window, seconds)
+    say(f"{name}: {run.preemptions} preemptions, {run.output_tokens_per_second:.0f} output tokens/s")
     return run
 
 
-def play(name: str, address: str, traffic: Traffic) -> Run:
-    before, started = page(address), time.monotonic()
-    load = Load(address, traffic)
-    load.start()
-    return measure(name, address, load, before, started)
+def measured(settings: Mapping[str, float], window: Window, seconds: float) -> Run:
+    first, last = window.snapshots[0], window.latest
+    return Run(
+        settings=settings,
+        preemptions=int(rise(first, last, "num_preemptions_total")),
+        seconds=seconds,
+        output_tokens=int(rise(first, last, "generation_tokens_total")),
+        itl_mean_seconds=window.average(INTER_TOKEN_LATENCY),
+        itl_p99_seconds=window.quantile(INTER_TOKEN_LATENCY, 0.99),
+        ttft_p50_seconds=window.quantile(TIME_TO_FIRST_TOKEN, 0.5),
+        ttft_p99_seconds=window.quantile(TIME_TO_FIRST_TOKEN, 0.99),
+    )
 
 
-def recommend(address: str, *flags: str) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-m", "kvwatch", "recommend", address, "--window", "20s", *flags]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+def rise(first: Snapshot, last: Snapshot, name: str) -> float:
+    return last.values[name] - first.values[name]
 
 
-def answer(process: "subprocess.Popen[str]") -> str:
-    out, _ = process.communicate(timeout=120)
-    if process.returncode != 1:
-        sys.exit(f"kvwatch recommend ended with status {process.returncode}, not 1: the engine is not thrashing")
-    return out
+@contextmanager
+def recording(scraper: Scraper, folder: Path, load: Load) -> Iterator[None]:
+    """Save a page a second while the block runs, until so many requests are answered that clients run out of them."""
+    folder.mkdir()
+    done = threading.Event()
+
+    def record() -> None:
+        while not done.is_set() and load.answered < SEEN_REQUESTS:
+            page = scraper.page()
+            (folder / f"{int(page.at_seconds * 1000)}.prom").write_bytes(page.body)
+            done.wait(1.0)
+
+    thread = threading.Thread(target=record)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
-def as_found(address: str) -> tuple[Run, str, list[list[dict[str, Any]]]]:
-    """The first run; what kvwatch says while it goes on, as text and as recommendations: for this vLLM, for an older."""
-    before, started = page(address), time.monotonic()
-    load = Load(address, TRAFFIC)
-    load.start()
-    eventually(lambda: Window((before, page(address))).increase(PREEMPTIONS) >= 5, within_seconds=90)
-    text, *documents = [
-        recommend(address, *flags)
-        for flags in ((), ("--output", "json"), ("--output", "json", "--vllm-version", OLDER_VLLM))
+def window_of(pages: Mapping[int, bytes], folder: Path) -> Window:
+    folder.mkdir()
+    for second, body in pages.items():
+        (folder / f"{second * 1000:013d}.prom").write_bytes(body)
+    return window_in(folder)
+
+
+def window_in(folder: Path) -> Window:
+    return windows(gather((parse(str(folder)),), window_seconds=0, headers={}, progress=quiet).snapshots)[0]
+
+
+# ---- what kvwatch says ---------------------------------------------------------------------------------------------
+
+
+def recommend(capture: Path) -> dict[str, Any]:
+    """`kvwatch recommend CAPTURE`, as an operator would run it: nothing but the pages is given."""
+    command = [sys.executable, "-m", "kvwatch", "recommend", str(capture), "--output", "json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    if done.returncode not in {0, 1}:
+        raise SystemExit(f"kvwatch recommend failed:\n{done.stderr}")
+    engine = json.loads(done.stdout)["engines"][0]
+    return dict(engine)
+
+
+def flags_of(report: Mapping[str, Any]) -> dict[str, float]:
+    return {item["setting"]: item["proposed"] for item in report["recommendations"] if item["apply"] == "restart"}
+
+
+def predict(capture: Path, settings: Mapping[str, float]) -> Prediction:
+    """So many requests drawn from the load that the pages show, through the simulator under these settings."""
+    window = window_in(capture)
+    facts = EngineFacts()
+    view = EngineView(window=window, capacity=live_capacity(window.latest.cache_config, facts), facts=facts)
+    load = offered_load(view)
+    trial, _ = trial_of(view, load)
+    tried = with_seqs(trial.settings, int(settings["max_num_seqs"]), settings["watermark"])
+    runs = [simulate(tried, trial.cost, load.requests(seed, REQUESTS), CLIENTS) for seed in range(DRAWS)]
+    counts = [run.preemptions for run in runs]
+    return Prediction(
+        preemptions=sum(counts) / DRAWS,
+        preemptions_low=min(counts),
+        preemptions_high=max(counts),
+        output_tokens_per_second=sum(r.output_tokens for r in runs) / math.fsum(r.makespan_seconds for r in runs),
+    )
+
+
+# ---- the page ------------------------------------------------------------------------------------------------------
+
+
+def verdicts(
+    expected: Sequence[Prediction], baseline: Sequence[Run], tuned: Sequence[Run]
+) -> tuple[tuple[str, bool], ...]:
+    """What was wanted, in a sentence each, and whether it came out so."""
+    fewer = 1 - mean([run.preemptions for run in tuned]) / mean([run.preemptions for run in baseline])
+    speed = mean([run.output_tokens_per_second for run in tuned]) / mean(
+        [run.output_tokens_per_second for run in baseline]
+    )
+    least, kept = TARGETS["preemptions"], TARGETS["throughput"]
+    found = [
+        (f"Preemptions fall by {fewer:.0%}; at least {least:.0%} are wanted.", fewer >= least),
+        (f"Output tokens per second are {speed:.1%} of before; at least {kept:.0%} are wanted.", speed >= kept),
     ]
-    said = answer(text)
-    changes = [json.loads(answer(document))["engines"][0]["recommendations"] for document in documents]
-    return measure("as found: " + " ".join(AS_FOUND), address, load, before, started), said, changes
+    for name, prediction, runs in (("before", expected[0], baseline), ("after", expected[1], tuned)):
+        seen, said = mean([run.preemptions for run in runs]), prediction.preemptions
+        text = f"Preemptions {name}: {said:.1f} predicted, {seen:.1f} measured; within 30 % or 3 is wanted."
+        found.append((text, abs(said - seen) <= max(3.0, 0.3 * seen)))
+    return tuple(found)
 
 
-def warm(address: str) -> None:
-    """The first requests of a server are slow: they compile."""
-    play("warm-up", address, replace(TRAFFIC, clients=4, requests_per_client=1, output_tokens=(20, 40)))
+PAGE = """# Proof: a real vLLM before and after
 
+Written by `make prove`. vLLM {version} on {cpus} CPUs ({machine}) serves a tiny random model from a pool of {blocks}
+blocks of 128 tokens. {clients} clients send {each} requests each, prompts of {prompts} tokens and answers of {answers},
+the same in every run.
 
-def prove(folder: Path) -> tuple[list[Run], str]:
-    with vllm_server(folder / "as-found.log", *POOL, *AS_FOUND) as address:
-        warm(address)
-        first, said, changes = as_found(address)
-        runs = [first]
-        for change in changes[0]:
-            if change["setting"] == "gateway_max_in_flight":
-                cap = int(change["proposed"])
-                capped = replace(TRAFFIC, gateway_max_in_flight=cap)
-                runs.append(play(f"now: at most {cap} in flight", address, capped))
-    for recommended in changes:
-        flags = " ".join(change["flag"] for change in recommended if change["apply"] == "restart" and change["flag"])
-        with vllm_server(folder / "rollout.log", *POOL, *AS_FOUND, *flags.split()) as address:
-            warm(address)
-            runs.append(play(f"rollout: {flags}", address, TRAFFIC))
-    return runs, said
+## What kvwatch said
 
+`kvwatch recommend` saw the /metrics pages of the first run, up to its {seen}th answer, and nothing else.
 
-def document(runs: Iterable[Run], said: str) -> str:
-    runs = list(runs)
-    rows = "\n".join(run.row() for run in runs)
-    requests = TRAFFIC.clients * (TRAFFIC.requests_per_client or 0)
-    return f"""# Proof on a real engine
+- Now: {now}.
+- At the next rollout: `{flags}`. The engine had been started with `{before}`.
+- It simulated {simulated:.2f} preemptions per request under the present settings; {observed:.2f} were seen.
+  What a step costs was {cost}.
 
-Written by `make prove`; run it to get your own.
+Its prediction for these {requests} requests, made before the flags were tried: {draws} draws of requests from what the
+pages show; mean, lowest and highest.
 
-A real vLLM serves a tiny model on the CPU ({platform.machine()}, 2 threads) from a pool of 256 blocks of 128 tokens.
-{TRAFFIC.clients} clients send {requests} requests, each the next one when the last is answered: prompts of
-{TRAFFIC.prompt_tokens[0]} to {TRAFFIC.prompt_tokens[1]} tokens, answers of {TRAFFIC.output_tokens[0]} to
-{TRAFFIC.output_tokens[1]} tokens, the same in every row. The first row is the engine as found. Each other row does what
-one recommendation says, and nothing else; the last is the recommendation for a vLLM that has no `--watermark` yet.
+| | preemptions | output tokens/s |
+|---|---|---|
+{predicted}
 
-| setting | preemptions | output tokens/s | gap between tokens | first token p95 | response p50 | p95 | all done |
+## What was measured
+
+| | flags | preemptions | output tokens/s | between tokens, mean | p99 | TTFT p50 | TTFT p99 |
 |---|---|---|---|---|---|---|---|
 {rows}
 
-First token and gap are the engine's own histograms; responses are measured by the clients and include the wait for a
-turn at the gateway.
-
-## What kvwatch said during the first row
-
-```
-$ kvwatch recommend http://vllm:8000 --window 20s
-{said.rstrip()}
-```
+{checked}
 """
 
 
-def main() -> None:
-    with tempfile.TemporaryDirectory(prefix="kvwatch-prove-") as folder:
-        runs, said = prove(Path(folder))
-    said = "\n".join(line.replace("127.0.0.1", "vllm") for line in said.splitlines())
-    OUTPUT.write_text(document(runs, said), encoding="utf-8")
-    print(f"written: {OUTPUT}", file=sys.stderr)
+def page(
+    report: Mapping[str, Any],
+    proposed: Mapping[str, float],
+    expected: Sequence[Prediction],
+    baseline: Sequence[Run],
+    tuned: Sequence[Run],
+) -> str:
+    """docs/proof.md."""
+    simulation = report["simulation"]
+    fitted = simulation["cost_error_ratio"]
+    gateway = next((r["proposed"] for r in report["recommendations"] if r["setting"] == "gateway_max_in_flight"), None)
+    named = (("before", expected[0], baseline), ("after", expected[1], tuned))
+    checks = verdicts(expected, baseline, tuned)
+    return PAGE.format(
+        version=report["vllm_version"],
+        cpus=os.cpu_count(),
+        machine=platform.machine(),
+        blocks=POOL[1],
+        clients=CLIENTS,
+        each=EACH,
+        prompts=" to ".join(map(str, WORK.prompt_tokens)),
+        answers=" to ".join(map(str, WORK.output_tokens)),
+        seen=SEEN_REQUESTS,
+        now=f"cap the requests in flight at {gateway}" if gateway else "nothing",
+        flags=command_line(proposed),
+        before=command_line(BASELINE),
+        simulated=simulation["simulated_preemptions_per_request"],
+        observed=simulation["observed_preemptions_per_request"],
+        cost="not to be fitted to these pages" if fitted is None else f"fitted and misses {fitted:.0%} of the time",
+        requests=REQUESTS,
+        draws=DRAWS,
+        predicted="\n".join(
+            f"| {name} | {told.preemptions:.1f} ({told.preemptions_low} to {told.preemptions_high}) "
+            f"| {told.output_tokens_per_second:,.0f} |"
+            for name, told, _ in named
+        ),
+        rows="\n".join(row(name, run) for name, _, runs in named for run in runs),
+        checked="\n".join(f"- {'met' if is_met else '**missed**'}: {text}" for text, is_met in checks),
+    )
+
+
+def command_line(settings: Mapping[str, float]) -> str:
+    return " ".join(f"--{key.replace('_', '-')} {value:g}" for key, value in settings.items())
+
+
+def row(name: str, run: Run) -> str:
+    flags = ", ".join(f"{key} {value:g}" for key, value in run.settings.items())
+    return (
+        f"| {name} | {flags} | {run.preemptions} | {run.output_tokens_per_second:,.0f} | "
+        f"{run.itl_mean_seconds * 1000:.1f} ms | {run.itl_p99_seconds * 1000:.0f} ms | "
+        f"{run.ttft_p50_seconds:.1f} s | {run.ttft_p99_seconds:.1f} s |"
+    )
+
+
+def quiet(_elapsed_seconds: float, _total_seconds: float) -> None:
+    """A folder is read at once."""
+
+
+def mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+def say(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        sys.exit(main())
+    except KvwatchError as error:
+        sys.exit(f"Error: {error}")
