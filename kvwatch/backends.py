@@ -59,7 +59,7 @@ def kernels_for(model: ModelSpec, engine: ResolvedEngine) -> Kernels:
     if device is not None and device.is_amd:
         # vllm/platforms/rocm.py: every backend there, sparse MLA included, takes multiples of 16.
         return _ULTRAQUANT if engine.kv_cache_dtype == "ultraquant_4bit" else _ROCM
-    major = device.capability[0] if device is not None and device.capability is not None else 0
+    major = device.cuda_major if device is not None else 0
     if "mla_indexer" in model.kinds:
         return _SPARSE_MLA
     return _latent(engine, major) if model.uses_mla else _heads(model, engine, major)

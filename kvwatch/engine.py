@@ -5,6 +5,7 @@ Source of the defaults: vLLM 0.32.0, vllm/engine/arg_utils.py (get_batch_default
 _set_default_max_num_seqs_and_batched_tokens_args), vllm/config/vllm.py (max_concurrent_batches).
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,6 +18,7 @@ _GIB = 1 << 30
 _SPARSE_DTYPES = {"fp8": "fp8_ds_mla", "fp8_e4m3": "fp8_ds_mla"}
 _LOCAL = frozenset({"sliding_window", "chunked_local"})
 _MTP = frozenset({None, "mtp", "deepseek_mtp", "qwen3_next_mtp", "glm4_moe_mtp", "mimo_mtp", "ernie_mtp"})
+_SYNCHRONOUS = frozenset({"ngram", "suffix", "medusa", "mlp_speculator"})
 _WITHOUT_LAYERS = frozenset({"ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"})
 Source = Literal["given", "observed", "derived", "assumed"]
 
@@ -38,12 +40,18 @@ class Device:
         """On ROCm vLLM has other kernels, and `capability` is not CUDA's."""
         return self.name.upper().startswith("AMD")
 
+    @property
+    def cuda_major(self) -> int:
+        """The major compute capability, 0 where there is none or it is not known."""
+        return 0 if self.capability is None or self.is_amd else self.capability[0]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """vLLM flags. Sizes in bytes and tokens; `max_model_len` -1 means auto-fit, as `--max-model-len auto`."""
 
     vllm_version: Version = LATEST_KNOWN
+    vllm_version_given: bool = False
     device: Device | None = None
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
@@ -118,51 +126,22 @@ class ResolvedEngine:
 def resolve(engine: EngineConfig, model: ModelSpec) -> ResolvedEngine:
     """The engine with vLLM's defaults filled in for this model, version and device. Raises SettingError."""
     _check(engine, model)
-    version, rules = engine.vllm_version, rules_of(engine.vllm_version)
-    assumptions: list[str] = []
-    if not EARLIEST_KNOWN <= version < (LATEST_KNOWN[0], LATEST_KNOWN[1] + 1, 0):
-        assumptions.append(
-            f"vLLM {version_text(version)} is outside the versions read ({version_text(EARLIEST_KNOWN)} to "
-            f"{version_text(LATEST_KNOWN)}); the nearest rules are used"
-        )
-    max_model_len, length_source = _max_model_len(engine, model)
+    rules = rules_of(engine.vllm_version)
+    max_model_len = _max_model_len(engine, model)
     max_num_seqs, max_num_batched_tokens = _batch_limits(engine, max_model_len)
-    batch_source: Source = "derived" if engine.device else "assumed"
-    if engine.device is None and engine.max_num_batched_tokens is None and model.kinds & _LOCAL:
-        assumptions.append(
-            f"no GPU named: max_num_batched_tokens {max_num_batched_tokens} is vLLM's default for a small one, and "
-            "window layers keep that many tokens more. Give --gpu or --max-num-batched-tokens"
-        )
-    if "state" in model.kinds and version < (0, 10):
-        assumptions.append("vLLM before 0.10 kept recurrent states outside the KV cache; this plan has them inside")
-    loads_draft = engine.num_speculative_tokens > 0 and engine.speculative_method in _MTP and bool(model.draft_layers)
-    if engine.num_speculative_tokens > 0 and not loads_draft and engine.speculative_method not in _WITHOUT_LAYERS:
-        assumptions.append("the KV cache of the draft model is not included: its layers are not known")
-    batches = _concurrent_batches(engine, rules, assumptions, model)
-    kv_cache_dtype, dtype_source = _kv_cache_dtype(engine, model)
+    batches = _concurrent_batches(engine, rules)
     prefix_caching = _prefix_caching(engine, model, rules)
-    given: dict[str, Source] = dict.fromkeys(_given(engine), "given")
-    sources: dict[str, Source] = {
-        "max_model_len": length_source,
-        "max_num_seqs": batch_source,
-        "max_num_batched_tokens": batch_source,
-        "max_concurrent_batches": "derived",
-        "kv_cache_dtype": dtype_source,
-        "gpu_memory_utilization": "derived",
-        "enable_prefix_caching": "derived",
-        "vllm_version": "assumed",
-        **given,
-    }
+    loads_draft = engine.num_speculative_tokens > 0 and engine.speculative_method in _MTP and bool(model.draft_layers)
     return ResolvedEngine(
-        vllm_version=version_text(version),
+        vllm_version=version_text(engine.vllm_version),
         rules=rules,
         device=engine.device,
         tensor_parallel_size=engine.tensor_parallel_size,
         pipeline_parallel_size=engine.pipeline_parallel_size,
         data_parallel_size=engine.data_parallel_size,
         decode_context_parallel_size=engine.decode_context_parallel_size,
-        dtype=_dtype(engine, model),
-        kv_cache_dtype=kv_cache_dtype,
+        dtype=model.dtype if engine.dtype == "auto" else engine.dtype,
+        kv_cache_dtype=_kv_cache_dtype(engine, model),
         kv_cache_dtype_skip_layers=engine.kv_cache_dtype_skip_layers,
         block_size=engine.block_size,
         max_model_len=max_model_len,
@@ -174,7 +153,7 @@ def resolve(engine: EngineConfig, model: ModelSpec) -> ResolvedEngine:
         num_gpu_blocks_override=engine.num_gpu_blocks_override,
         watermark=_or(engine.watermark, 0.0),
         enable_prefix_caching=prefix_caching,
-        disable_hybrid_kv_cache_manager=_hybrid_manager_off(engine, model, rules, assumptions),
+        disable_hybrid_kv_cache_manager=_hybrid_manager_off(engine, model, rules),
         mamba_cache_mode=_mamba_cache_mode(engine, prefix_caching=prefix_caching and "state" in model.kinds),
         mamba_cache_dtype=engine.mamba_cache_dtype,
         mamba_ssm_cache_dtype=engine.mamba_ssm_cache_dtype,
@@ -182,9 +161,60 @@ def resolve(engine: EngineConfig, model: ModelSpec) -> ResolvedEngine:
         has_draft_layers=loads_draft,
         max_concurrent_batches=batches,
         in_flight_tokens=max_num_batched_tokens * (batches if rules.in_flight_counts_batches else 1),
-        sources=tuple(sources.items()),
-        assumptions=tuple(assumptions),
+        sources=_sources(engine),
+        assumptions=tuple(_assumptions(engine, model, rules, max_num_batched_tokens, loads_draft=loads_draft)),
     )
+
+
+def _sources(engine: EngineConfig) -> tuple[tuple[str, Source], ...]:
+    """Where each setting came from, those with a fixed default aside."""
+    from_device: Source = "derived" if engine.device else "assumed"
+    found: dict[str, Source] = {
+        "max_model_len": "derived",
+        "max_num_seqs": from_device,
+        "max_num_batched_tokens": from_device,
+        "max_concurrent_batches": "derived",
+        "kv_cache_dtype": "derived",
+        "gpu_memory_utilization": "derived",
+        "enable_prefix_caching": "derived",
+        "vllm_version": "given" if engine.vllm_version_given else "assumed",
+    }
+    changed = (name for name in EngineConfig.__dataclass_fields__ if getattr(engine, name) != getattr(_DEFAULTS, name))
+    found.update(dict.fromkeys(changed, "given"))
+    if engine.max_model_len == -1:
+        found["max_model_len"] = "derived"
+    return tuple(found.items())
+
+
+def _assumptions(
+    engine: EngineConfig, model: ModelSpec, rules: Rules, max_num_batched_tokens: int, *, loads_draft: bool
+) -> Iterator[str]:
+    """What the plan takes for granted, each with the flag that settles it."""
+    version, stages = engine.vllm_version, engine.pipeline_parallel_size
+    if not EARLIEST_KNOWN <= version < (LATEST_KNOWN[0], LATEST_KNOWN[1] + 1, 0):
+        yield (
+            f"vLLM {version_text(version)} is outside the versions read ({version_text(EARLIEST_KNOWN)} to "
+            f"{version_text(LATEST_KNOWN)}); the nearest rules are used"
+        )
+    if engine.device is None and engine.max_num_batched_tokens is None and model.kinds & _LOCAL:
+        yield (
+            f"no GPU named: max_num_batched_tokens {max_num_batched_tokens} is vLLM's default for a small one, and "
+            "window layers keep that many tokens more. Give --gpu or --max-num-batched-tokens"
+        )
+    if "state" in model.kinds and version < (0, 10):
+        yield "vLLM before 0.10 kept recurrent states outside the KV cache; this plan has them inside"
+    if engine.num_speculative_tokens > 0 and not loads_draft and engine.speculative_method not in _WITHOUT_LAYERS:
+        yield "the KV cache of the draft model is not included: its layers are not known"
+    if stages > 1 and _is_asynchronous(engine, rules) and rules.in_flight_counts_batches and model.kinds & _LOCAL:
+        yield (
+            f"{stages} batches in flight, one per stage (model runner V1). Model runner V2 keeps {stages + 1}: "
+            "if the engine runs it, give --max-concurrent-batches"
+        )
+    if engine.kv_connector is not None and engine.disable_hybrid_kv_cache_manager is None and len(model.kinds) > 1:
+        yield (
+            f"the connector {engine.kv_connector} supports the hybrid KV cache manager; if vLLM logs that it turned it "
+            "off, give --disable-hybrid-kv-cache-manager"
+        )
 
 
 def _or(given: float | None, default: float) -> float:
@@ -192,12 +222,6 @@ def _or(given: float | None, default: float) -> float:
 
 
 _DEFAULTS = EngineConfig()
-
-
-def _given(engine: EngineConfig) -> list[str]:
-    names = EngineConfig.__dataclass_fields__
-    return [name for name in names if getattr(engine, name) != getattr(_DEFAULTS, name)]
-
 
 _AT_LEAST_ONE = (
     "tensor_parallel_size",
@@ -260,34 +284,25 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _max_model_len(engine: EngineConfig, model: ModelSpec) -> tuple[int, Source]:
-    if engine.max_model_len is None or engine.max_model_len == -1:
-        return model.max_model_len, "derived"
-    return engine.max_model_len, "given"
+def _max_model_len(engine: EngineConfig, model: ModelSpec) -> int:
+    return model.max_model_len if engine.max_model_len in {None, -1} else engine.max_model_len or 0
 
 
-def _dtype(engine: EngineConfig, model: ModelSpec) -> str:
-    return model.dtype if engine.dtype == "auto" else engine.dtype
-
-
-def _kv_cache_dtype(engine: EngineConfig, model: ModelSpec) -> tuple[str, Source]:
+def _kv_cache_dtype(engine: EngineConfig, model: ModelSpec) -> str:
     """`auto` becomes what the checkpoint asks for; sparse MLA stores fp8 in its own layout (656 bytes a token)."""
-    dtype, source = engine.kv_cache_dtype, "given"
+    dtype = engine.kv_cache_dtype
     if dtype == "auto":
-        dtype, source = model.kv_cache_dtype or "auto", "derived"
-    device = engine.device
-    is_cuda = device is not None and device.capability is not None and not device.is_amd
-    major = device.capability[0] if is_cuda and device and device.capability else 0
-    if "mla_indexer" in model.kinds:
-        # vllm/model_executor/models/config.py: GLM with DSA takes fp8 on Blackwell unless told otherwise.
-        if dtype == "auto" and model.architecture == "GlmMoeDsaForCausalLM" and major == 10:
-            dtype = "fp8_e4m3"
-        if dtype == "bfloat16":
-            dtype = "auto"
-        # On Blackwell the sparse kernel reads plain fp8; elsewhere vLLM repacks (vllm/models/deepseek_v32).
-        if major != 10:
-            dtype = _SPARSE_DTYPES.get(dtype, dtype)
-    return dtype, "derived" if source == "derived" else "given"
+        dtype = model.kv_cache_dtype or "auto"
+    if "mla_indexer" not in model.kinds:
+        return dtype
+    is_blackwell = engine.device is not None and engine.device.cuda_major == 10
+    # vllm/model_executor/models/config.py: GLM with DSA takes fp8 on Blackwell unless told otherwise.
+    if dtype == "auto" and model.architecture == "GlmMoeDsaForCausalLM" and is_blackwell:
+        return "fp8_e4m3"
+    if dtype == "bfloat16":
+        return "auto"
+    # On Blackwell the sparse kernel reads plain fp8; elsewhere vLLM repacks (vllm/models/deepseek_v32).
+    return dtype if is_blackwell else _SPARSE_DTYPES.get(dtype, dtype)
 
 
 def _batch_limits(engine: EngineConfig, max_model_len: int) -> tuple[int, int]:
@@ -327,20 +342,18 @@ def _batch_defaults(engine: EngineConfig, max_model_len: int) -> tuple[int, int]
     return large if memory >= 70 * _GIB and not is_small else small
 
 
-def _concurrent_batches(engine: EngineConfig, rules: Rules, assumptions: list[str], model: ModelSpec) -> int:
+def _is_asynchronous(engine: EngineConfig, rules: Rules) -> bool:
+    if engine.async_scheduling is not None:
+        return engine.async_scheduling
+    return rules.async_scheduling and engine.speculative_method not in _SYNCHRONOUS
+
+
+def _concurrent_batches(engine: EngineConfig, rules: Rules) -> int:
     """Batches in flight: one per pipeline stage; two with asynchronous scheduling on one stage."""
     if engine.max_concurrent_batches is not None:
         return engine.max_concurrent_batches
     stages = engine.pipeline_parallel_size
-    asynchronous = rules.async_scheduling if engine.async_scheduling is None else engine.async_scheduling
-    if engine.async_scheduling is None and engine.speculative_method in {"ngram", "suffix", "medusa", "mlp_speculator"}:
-        asynchronous = False
-    if stages > 1 and asynchronous and rules.in_flight_counts_batches and model.kinds & _LOCAL:
-        assumptions.append(
-            f"{stages} batches in flight, one per stage (model runner V1). Model runner V2 keeps {stages + 1}: "
-            "if the engine runs it, give --max-concurrent-batches"
-        )
-    return 2 if stages == 1 and asynchronous else stages
+    return 2 if stages == 1 and _is_asynchronous(engine, rules) else stages
 
 
 def _prefix_caching(engine: EngineConfig, model: ModelSpec, rules: Rules) -> bool:
@@ -359,18 +372,9 @@ def _mamba_cache_mode(engine: EngineConfig, *, prefix_caching: bool) -> str:
     return "align" if given in {None, "none"} else str(given)
 
 
-def _hybrid_manager_off(engine: EngineConfig, model: ModelSpec, rules: Rules, assumptions: list[str]) -> bool:
+def _hybrid_manager_off(engine: EngineConfig, model: ModelSpec, rules: Rules) -> bool:
     if not rules.hybrid_manager:
         return True
     if engine.disable_hybrid_kv_cache_manager is not None:
         return engine.disable_hybrid_kv_cache_manager
-    if len(model.kinds) < 2:
-        return False
-    if "chunked_local" in model.kinds and (engine.speculative_method or "").startswith("eagle"):
-        return True
-    if engine.kv_connector is not None:
-        assumptions.append(
-            f"the connector {engine.kv_connector} supports the hybrid KV cache manager; if vLLM logs that it turned it "
-            "off, give --disable-hybrid-kv-cache-manager"
-        )
-    return False
+    return "chunked_local" in model.kinds and (engine.speculative_method or "").startswith("eagle")

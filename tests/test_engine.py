@@ -123,6 +123,8 @@ def test_every_setting_says_where_it_came_from() -> None:
     sources = dict(resolve(given_flags, model).sources)
     assert sources["max_num_seqs"] == sources["vllm_version"] == sources["max_model_len"] == "given"
     assert sources["max_num_batched_tokens"] == "derived"
+    newest = EngineConfig(vllm_version=LATEST_KNOWN, vllm_version_given=True)
+    assert dict(resolve(newest, model).sources)["vllm_version"] == "given"
 
 
 def test_the_checkpoints_kv_dtype_is_taken_for_auto_and_overridden_by_a_flag() -> None:

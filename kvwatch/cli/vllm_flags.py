@@ -126,7 +126,7 @@ def engine_request(ctx: click.Context, options: Mapping[str, Any]) -> EngineRequ
             fields[name] = value
     version = options.get("vllm_version")
     if version is not None:
-        fields["vllm_version"] = parse_version(version)
+        fields["vllm_version"], fields["vllm_version_given"] = parse_version(version), True
     fields["device"] = device_from(options.get("gpu"), options.get("gpu_memory_gib"))
     model = options.get("model")
     if line.model is not None and (model is None or not _typed(ctx, "model")):
