@@ -10,11 +10,13 @@ restart from `rate`.
 All other labels (job, instance, namespace, pod, cluster) are kept: `without`, never `by`.
 """
 
+import textwrap
 from dataclasses import dataclass, fields
 
 from kvwatch.thresholds import Thresholds
 from kvwatch.vllm_metrics import (
     ADMISSION_REJECTIONS,
+    CACHE_CONFIG_INFO,
     ENGINE_SLEEP_STATE,
     GENERATION_TOKENS,
     KV_CACHE_USAGE,
@@ -31,6 +33,20 @@ from kvwatch.vllm_metrics import (
     REQUESTS_WAITING_BY_REASON,
     Metric,
 )
+
+PLACE_LABELS = "cluster, namespace, job, pod, instance, engine"
+"""What tells engines apart, where the scrape sets it."""
+
+CONFIG_LABELS = (
+    "block_size",
+    "cache_dtype",
+    "enable_prefix_caching",
+    "gpu_memory_utilization",
+    "kv_cache_memory_bytes",
+    "num_gpu_blocks_override",
+    "sliding_window",
+)
+"""Labels of cache_config_info that follow from flags, so that replicas of one deployment agree on them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,27 +68,33 @@ class Signals:
     running: Recording
     running_minimum: Recording
     running_maximum: Recording
+    running_trend: Recording
     waiting: Recording
     waiting_minimum: Recording
     deferred: Recording
     usage: Recording
     usage_mean: Recording
     usage_maximum: Recording
+    usage_forecast: Recording
     awake: Recording
     max_num_seqs: Recording
     preemptions: Recording
     preemptions_rate: Recording
     finished_rate: Recording
     preemptions_per_request: Recording
-    scheduled_rate: Recording
+    queue_times_rate: Recording
     queue_time_mean: Recording
     prompt_tokens_rate: Recording
     generation_tokens_rate: Recording
+    prefix_lookups_rate: Recording
     prefix_hit_ratio: Recording
+    prefix_hit_usual: Recording
     rejections_rate: Recording
     held_while_stalled: Recording
     tokens_while_stalled: Recording
+    usage_moves_while_stalled: Recording
     seen: Recording
+    cache_config: Recording
 
     def all(self) -> tuple[Recording, ...]:
         """In an order in which every rule stands below the rules it reads."""
@@ -106,23 +128,41 @@ def signals(limits: Thresholds) -> Signals:
         expr = _per_engine(metric, f"{function}({{}}[{over}])", part=part)
         return Recording(record=f"engine:vllm_{what}:{op}{over}", expr=expr, help=text)
 
-    def quotient(what: str, op: str, above: Recording | str, below: Recording, text: str) -> Recording:
+    def quotient(what: str, op: str, above: Recording | str, below: Recording | str, text: str) -> Recording:
         return Recording(record=f"engine:vllm_{what}:{op}{over}", expr=f"{above}\n/\n{below}", help=text)
 
     preemptions = ranged("preemptions", "increase", PREEMPTIONS, "preemptions in the range")
     finished = ranged("requests_finished", "rate", REQUEST_SUCCESS, "requests finished per second")
-    scheduled = ranged(
-        "requests_scheduled", "rate", QUEUE_TIME, "requests scheduled for the first time, per second", part="_count"
+    observed = ranged(
+        "queue_time_observations",
+        "rate",
+        QUEUE_TIME,
+        "requests per second whose queue time was observed, which vLLM does when they finish",
+        part="_count",
     )
     preemptions_rate = ranged("preemptions", "rate", PREEMPTIONS, "preemptions per second")
     running = last("requests_running", REQUESTS_RUNNING, REQUESTS_RUNNING.help)
     waiting = last("requests_waiting", REQUESTS_WAITING, REQUESTS_WAITING.help)
     usage = last("kv_cache_usage_ratio", KV_CACHE_USAGE, KV_CACHE_USAGE.help)
+    lookups = ranged(
+        "prefix_cache_lookups", "rate", PREFIX_CACHE_QUERIES, "prompt tokens looked up in the prefix cache, per second"
+    )
+    horizon = duration(limits.filling_horizon_seconds)
     generation = ranged("generation_tokens", "rate", GENERATION_TOKENS, "tokens generated per second")
+    seen = Recording(
+        record="engine:vllm_engine:seen",
+        expr="group without () (\n"
+        + "\n  or ".join(("  " + str(running), *map(str, (waiting, usage, preemptions, generation))))
+        + "\n)",
+        help="1 for every engine of which any of these signals is exposed",
+    )
     return Signals(
         running=running,
         running_minimum=ranged("requests_running", "min", REQUESTS_RUNNING, "fewest requests in the batch"),
         running_maximum=ranged("requests_running", "max", REQUESTS_RUNNING, "most requests in the batch"),
+        running_trend=ranged(
+            "requests_running", "deriv", REQUESTS_RUNNING, "by how many requests the batch grows, per second"
+        ),
         waiting=waiting,
         waiting_minimum=ranged("requests_waiting", "min", REQUESTS_WAITING, "fewest requests waiting"),
         deferred=last(
@@ -134,6 +174,11 @@ def signals(limits: Thresholds) -> Signals:
         usage=usage,
         usage_mean=ranged("kv_cache_usage_ratio", "avg", KV_CACHE_USAGE, "mean share of the KV blocks held"),
         usage_maximum=ranged("kv_cache_usage_ratio", "max", KV_CACHE_USAGE, "largest share of the KV blocks held"),
+        usage_forecast=Recording(
+            record=f"engine:vllm_kv_cache_usage_ratio:forecast{horizon}",
+            expr=_per_engine(KV_CACHE_USAGE, f"predict_linear({{}}[{over}], {limits.filling_horizon_seconds:g})"),
+            help=f"share of the KV blocks held in {horizon}, if it goes on as over {over}",
+        ),
         awake=last(
             "engine_awake",
             ENGINE_SLEEP_STATE,
@@ -151,21 +196,28 @@ def signals(limits: Thresholds) -> Signals:
             finished,
             "preemptions per finished request; +Inf where some were preempted and none finished",
         ),
-        scheduled_rate=scheduled,
+        queue_times_rate=observed,
         queue_time_mean=quotient(
             "queue_time_seconds",
             "mean",
             _per_engine(QUEUE_TIME, f"rate({{}}[{over}])", part="_sum"),
-            scheduled,
-            "mean seconds between arrival and first scheduling of the requests scheduled in the range",
+            observed,
+            "mean seconds between arrival and first scheduling, of the requests that finished in the range",
         ),
         prompt_tokens_rate=ranged("prompt_tokens", "rate", PROMPT_TOKENS, "prompt tokens processed per second"),
         generation_tokens_rate=generation,
-        prefix_hit_ratio=Recording(
-            record=f"engine:vllm_prefix_cache_hit_ratio:ratio{over}",
-            expr=f"{_per_engine(PREFIX_CACHE_HITS, f'rate({{}}[{over}])')}\n/\n"
-            f"({_per_engine(PREFIX_CACHE_QUERIES, f'rate({{}}[{over}])')} > 0)",
-            help="share of the looked-up prompt tokens found in the prefix cache",
+        prefix_lookups_rate=lookups,
+        prefix_hit_ratio=quotient(
+            "prefix_cache_hit_ratio",
+            "ratio",
+            _per_engine(PREFIX_CACHE_HITS, f"rate({{}}[{over}])"),
+            f"({lookups} > 0)",
+            "share of the looked-up prompt tokens found in the prefix cache",
+        ),
+        prefix_hit_usual=Recording(
+            record="engine:vllm_prefix_cache_hit_ratio:lifetime",
+            expr=f"{_per_engine(PREFIX_CACHE_HITS, '{}')}\n/\n({_per_engine(PREFIX_CACHE_QUERIES, '{}')} > 0)",
+            help="the same share since the engine started: what is usual, and never an alarm by itself",
         ),
         rejections_rate=ranged(
             "admission_rejections",
@@ -185,12 +237,18 @@ def signals(limits: Thresholds) -> Signals:
             f"{_per_engine(GENERATION_TOKENS, f'rate({{}}[{stalled}])')}",
             help="prompt and generated tokens per second",
         ),
-        seen=Recording(
-            record="engine:vllm_engine:seen",
-            expr="group without () (\n"
-            + "\n  or ".join(("  " + str(running), *map(str, (waiting, usage, preemptions, generation))))
-            + "\n)",
-            help="1 for every engine of which any of these signals is exposed",
+        usage_moves_while_stalled=Recording(
+            record=f"engine:vllm_kv_cache_usage_ratio:changes{stalled}",
+            expr=_per_engine(KV_CACHE_USAGE, f"changes({{}}[{stalled}])"),
+            help="how often the share of KV blocks held changed: blocks were allocated or freed",
+        ),
+        seen=seen,
+        cache_config=Recording(
+            record="engine:vllm_cache_config:info",
+            expr=f"group by (\n{indented(config_labels(PLACE_LABELS))}\n) (\n"
+            + indented(_number_the_engine(joined(CACHE_CONFIG_INFO, "{}")))
+            + f"\n)\n* on ({PLACE_LABELS}) group_left (model_name) {seen}",
+            help="1 for every engine, with the settings of its cache and its model as labels",
         ),
     )
 
@@ -235,5 +293,13 @@ def _number_the_engine(expr: str) -> str:
 
 
 def _wrap(opening: str, expr: str, closing: str) -> str:
-    inner = "\n".join(f"  {line}" for line in expr.split("\n"))
-    return f"{opening}\n{inner}\n{closing}"
+    return f"{opening}\n{indented(expr)}\n{closing}"
+
+
+def config_labels(first: str) -> str:
+    """A label list: these, then `CONFIG_LABELS`, on lines of bearable length."""
+    return f"{first},\n" + textwrap.fill(", ".join(CONFIG_LABELS), width=100)
+
+
+def indented(expr: str) -> str:
+    return "\n".join(f"  {line}" for line in expr.split("\n"))

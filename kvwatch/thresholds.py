@@ -29,6 +29,31 @@ class Thresholds:
     # vLLM does not export max_num_seqs; a number of running requests that stands still this long is taken for it.
     # Four scrapes at the usual 15 s.
     pinned_seconds: float = 60.0
+    # A pool below this has room for minutes of growth, however fast it fills.
+    filling_from_ratio: float = 0.80
+    # Time in which somebody can still act. On one engine usage rose from 91 % to 96 % in two minutes before its speed
+    # broke down (vLLM pull request 21809).
+    filling_horizon_seconds: float = 600.0
+    # Requests of a quarter of the pool: four of them fill it, so the pool carries no mix of lengths.
+    monopoly_share_ratio: float = 0.25
+    # Long requests that hold less than half of the pool do not keep others out.
+    monopoly_pool_ratio: float = 0.50
+    # A pool that a third of its size would replace.
+    underused_ratio: float = 0.30
+    # A day, so that the span holds the busiest hour.
+    underused_seconds: float = 86400.0
+    # A share of hits below this is no cache to lose; chat and agents with a common prompt show 0.5 to 0.95.
+    prefix_hit_usual_ratio: float = 0.30
+    # Hits lost to eviction: less than half of the usual share.
+    prefix_hit_lost_ratio: float = 0.50
+    # A share of hits over fewer tokens than some ten prompts says nothing.
+    prefix_lookups_minimum_tokens: int = 10_000
+    # One refused request in a hundred is what vLLM's dashboards colour as a bad share of errors.
+    rejected_ratio_warning: float = 0.01
+    # One refused request is an accident; three inside a window are a pattern.
+    rejections_minimum: int = 3
+    # vllm-doctor takes a gap of 0.30 in KV-cache usage between replicas for an imbalance.
+    imbalance_ratio: float = 0.30
     # Range of the rates and averages in the alert rules: a rate needs two scrapes, and five a minute apart survive a
     # lost one.
     alert_range_seconds: float = 300.0

@@ -7,6 +7,7 @@
     facts: {max_num_seqs: 64}                 # optional: what the operator told kvwatch
     budget: {model: NAME, kv_cache_memory_bytes: N, …}   # optional: model and flags to compare with
     agent: true                               # optional: an agent watches, and promtool gets what it exposes as well
+    window_seconds: 86400                     # optional: how long kvwatch looked, instead of alert_range_seconds
     expect:
       kv_cache_saturated: warning             # every engine, or by engine: {"0": ok, "1": warning}
 
@@ -56,6 +57,7 @@ class Scenario:
     expect: Mapping[str, Any]
     facts: EngineFacts = field(default_factory=EngineFacts)
     agent: bool = False
+    window_seconds: float | None = None
 
     @property
     def steps(self) -> int:
@@ -88,6 +90,7 @@ def load(path: Path) -> Scenario:
         expect=content["expect"],
         facts=EngineFacts(**content.get("facts", {}), budget=_budget(content.get("budget"))),
         agent=content.get("agent", False),
+        window_seconds=content.get("window_seconds"),
     )
 
 
@@ -137,11 +140,12 @@ def pages(scenario: Scenario) -> Iterable[tuple[float, str]]:
 
 def findings(scenario: Scenario, limits: Thresholds = DEFAULTS) -> dict[EngineKey, tuple[Finding, ...]]:
     """What kvwatch says of every engine at the end, over the range that the alert rules look at."""
+    recent = [window.last(scenario.window_seconds or limits.alert_range_seconds) for window in windows(_seen(scenario))]
     judged = {}
-    for window in windows(_seen(scenario)):
-        recent = window.last(limits.alert_range_seconds)
-        capacity = live_capacity(recent.latest.cache_config, scenario.facts)
-        view = EngineView(window=recent, capacity=capacity, facts=scenario.facts)
+    for window in recent:
+        capacity = live_capacity(window.latest.cache_config, scenario.facts)
+        peers = tuple(w for w in recent if w.key != window.key and w.key.model_name == window.key.model_name)
+        view = EngineView(window=window, capacity=capacity, facts=scenario.facts, peers=peers)
         judged[window.key] = checks.evaluate_all(view, limits)
     return judged
 
@@ -167,7 +171,7 @@ def promtool_test(scenario: Scenario, rules: Path, groups: Iterable[str]) -> dic
     """A promtool unit test: exactly the expected alerts fire at the end, on the expected engines."""
     return {
         "rule_files": [str(rules)],
-        "evaluation_interval": "1m",
+        "evaluation_interval": f"{max(60, scenario.interval_seconds)}s",
         "group_eval_order": list(groups),
         "tests": [
             {
@@ -196,11 +200,13 @@ def input_series(scenario: Scenario) -> list[dict[str, str]]:
 
 
 def agent_series(scenario: Scenario) -> dict[str, str]:
-    """What an agent beside the engines exposes, scraped at every step."""
+    """What an agent beside the engines exposes, scraped once a minute."""
     columns: dict[str, list[str]] = {}
     seen = _seen(scenario)
     for step in range(scenario.steps):
         now = step * scenario.interval_seconds
+        if now % 60:
+            continue
         past = [one for one in seen if now - DEFAULTS.alert_range_seconds < one.at_seconds <= now]
         made = windows(past)
         judged = report(made, facts={window.key.target: scenario.facts for window in made})
@@ -208,9 +214,7 @@ def agent_series(scenario: Scenario) -> dict[str, str]:
             for sample in family.samples:
                 labels = {**sample.labels, "job": "kvwatch", "instance": "pod-1:9109"}
                 name = sample.name + "{" + ",".join(f'{key}="{labels[key]}"' for key in sorted(labels)) + "}"
-                columns.setdefault(name, ["_"] * step).append(repr(sample.value))
-        for column in columns.values():
-            column.extend(["_"] * (step + 1 - len(column)))
+                columns.setdefault(name, ["_"] * scenario.steps)[step] = repr(sample.value)
     return {name: " ".join(column) for name, column in columns.items()}
 
 

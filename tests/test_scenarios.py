@@ -86,6 +86,29 @@ MUTATIONS = (
     Mutation({"kv_cache_has_room_ratio": 0.94}, "batch_pinned_by_the_pool"),
     Mutation({"capacity_deviation_ratio": 0.07}, "pool_barely_below_its_budget"),
     Mutation({"capacity_deviation_ratio": 0.03}, "pool_nearly_its_budget"),
+    Mutation({"filling_horizon_seconds": 180}, "pool_fills_while_the_batch_stands_still"),
+    Mutation({"filling_horizon_seconds": 36000}, "pool_fills_slowly"),
+    Mutation({"filling_from_ratio": 0.9}, "pool_fills_while_the_batch_stands_still"),
+    Mutation({"filling_from_ratio": 0.6}, "pool_fills_fast_from_half"),
+    Mutation({"monopoly_share_ratio": 0.35}, "three_requests_hold_the_pool"),
+    Mutation({"monopoly_share_ratio": 0.2}, "four_requests_hold_the_pool"),
+    Mutation({"monopoly_pool_ratio": 0.6}, "one_request_holds_half_the_pool"),
+    Mutation({"monopoly_pool_ratio": 0.4}, "one_request_holds_less_than_half"),
+    Mutation({"underused_ratio": 0.25}, "pool_hardly_used_all_day"),
+    Mutation({"underused_ratio": 0.4}, "pool_used_once_a_day"),
+    Mutation({"underused_seconds": 172800}, "pool_hardly_used_all_day"),
+    Mutation({"prefix_hit_lost_ratio": 0.4}, "hits_halved"),
+    Mutation({"prefix_hit_lost_ratio": 0.7}, "hits_somewhat_down"),
+    Mutation({"prefix_hit_usual_ratio": 0.4}, "hits_of_a_modest_cache"),
+    Mutation({"prefix_hit_usual_ratio": 0.2}, "hits_were_always_few"),
+    Mutation({"prefix_lookups_minimum_tokens": 15000}, "enough_lookups"),
+    Mutation({"prefix_lookups_minimum_tokens": 6000}, "few_lookups"),
+    Mutation({"rejected_ratio_warning": 0.02}, "one_in_a_hundred_refused"),
+    Mutation({"rejected_ratio_warning": 0.005}, "few_refused"),
+    Mutation({"rejections_minimum": 7}, "five_refused"),
+    Mutation({"rejections_minimum": 2}, "two_refused"),
+    Mutation({"imbalance_ratio": 0.4}, "load_on_one_engine"),
+    Mutation({"imbalance_ratio": 0.2}, "load_somewhat_uneven"),
     Mutation({"stall_seconds": 600}, "worker_hangs"),
     Mutation({"stall_seconds": 20}, "long_prefill", promql=False),  # its alert also waits, alert_critical_for_seconds
     Mutation({"hold_seconds": 10}, "full_with_a_queue_that_blinks_fast", promql=False),
@@ -115,15 +138,16 @@ def test_every_check_has_one_scenario_that_fires_and_two_that_do_not() -> None:
     for check in checks.ALL:
         statuses = [str(scenario.expect.get(check.id)) for scenario in SCENARIOS.values()]
         firing = [s for s in statuses if "warning" in s or "critical" in s]
-        silent = [s for s in statuses if s == "ok"]
+        silent = [s for s in statuses if "ok" in s]
         assert len(firing) >= 1, check.id
         assert len(silent) >= 2, check.id
 
 
 def test_every_severity_of_a_check_fires_in_some_scenario() -> None:
     for check in checks.ALL:
-        expected = {str(scenario.expect.get(check.id)) for scenario in SCENARIOS.values()}
-        assert {rule.severity.value for rule in check.alert(DEFAULTS)} <= expected, check.id
+        expected = " ".join(str(scenario.expect.get(check.id)) for scenario in SCENARIOS.values())
+        for rule in check.alert(DEFAULTS):
+            assert rule.severity.value in expected, check.id
 
 
 def test_a_scenario_names_only_checks_and_statuses_that_exist() -> None:

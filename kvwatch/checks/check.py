@@ -19,11 +19,12 @@ RUNBOOK_URL = "https://github.com/kvwatch/kvwatch/blob/main/docs/checks/{check}.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineView:
-    """All that checks and recommendations may look at for one engine."""
+    """All that checks and recommendations may look at for one engine. `peers` are the others that serve its model."""
 
     window: Window
     capacity: Capacity
     facts: EngineFacts
+    peers: tuple[Window, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
