@@ -84,9 +84,9 @@ oracle: $(VENV)/.dev  ## Compare budget and simulator with vLLM's own code; for 
 	$(KVWATCH_VLLM_PYTHON) tools/kv_oracle.py $(ARGS)
 	KVWATCH_REQUIRE_PARTS=1 $(BIN)/pytest tests/test_simulator_oracle.py
 
-prove: $(VENV)/.dev  ## Thrash a real vLLM, do what kvwatch says, measure: docs/proof.md, 8 minutes
+prove: $(VENV)/.dev  ## Thrash a real vLLM, do what kvwatch says, measure: docs/proof.md
 	tools/install_vllm.sh
-	PYTHONPATH=tests $(BIN)/python tools/prove.py
+	$(BIN)/python tools/prove.py $(ARGS)
 
 # --- the machine ----------------------------------------------------------------------------------------------------
 
