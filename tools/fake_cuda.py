@@ -158,6 +158,7 @@ def install(name: str, capability: tuple[int, int], memory_bytes: int) -> None:
         sys.modules[module] = package
     platforms._current_platform = _platform(name, capability, memory_bytes)()
     _no_cuda_calls(torch)
+    _meta_tensors_have_a_value(torch)
 
 
 def _missing_kernels_do_nothing(torch: Any) -> None:
@@ -174,6 +175,12 @@ def _missing_kernels_do_nothing(torch: Any) -> None:
             raise
 
     torch._ops._OpNamespace.__getattr__ = lookup
+
+
+def _meta_tensors_have_a_value(torch: Any) -> None:
+    """Gemma 3n reads a constant out of a tensor while it is built; its value does not matter to the plan."""
+    original = torch.Tensor.item
+    torch.Tensor.item = lambda tensor: 1.0 if tensor.is_meta else original(tensor)
 
 
 def _platform(name: str, capability: tuple[int, int], memory_bytes: int) -> Any:
