@@ -1,10 +1,14 @@
 """Every case that vLLM 0.32's own code computed: blocks, bytes, concurrency, tokens, refusals, page sizes."""
 
 import math
+import os
 import re
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import budget_cases
+import parts
 import pytest
 
 from kvwatch.budget import DoesNotFit, predict
@@ -110,3 +114,17 @@ def test_bytes_per_token_equal_vllms_page_sizes(row: dict[str, Any]) -> None:
     token = token_bytes(dtype, size, size, "bfloat16")
     assert token * row["num_kv_heads"] * row["block_size"] == row["page_size_bytes"]
     assert math.isclose(token, row["bytes_per_token_per_kv_head"])
+
+
+@pytest.mark.real
+@pytest.mark.slow
+def test_the_installed_vllm_still_gives_the_stored_answers() -> None:
+    python = Path(os.environ.get("KVWATCH_VLLM_PYTHON", "~/.cache/kvwatch/vllm-0.32.0/bin/python")).expanduser()
+    if not python.is_file():
+        parts.missing(f"vLLM 0.32 ({python})")
+    oracle = Path(__file__).parents[1] / "tools" / "kv_oracle.py"
+    done = subprocess.run(
+        [str(python), str(oracle), "--only", "Llama-3.2-1B"], capture_output=True, text=True, check=False, timeout=600
+    )
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.splitlines()[-1] == "2 cases, 0 drifted or failed, 0 missing"
