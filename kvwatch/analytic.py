@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 
 from kvwatch.checks.check import EngineView
-from kvwatch.checks.concurrency_oversubscribed import lasting_in_flight, request_footprint
+from kvwatch.checks.concurrency_oversubscribed import peak_in_flight, request_footprint
 from kvwatch.errors import NoData
 from kvwatch.finding import Finding
 from kvwatch.flag_releases import has_flag
@@ -16,6 +16,7 @@ from kvwatch.footprint import Footprint
 from kvwatch.proposal import Confidence, Proposals, Recommendation, Withheld, harm_found, unjudged
 from kvwatch.thresholds import Thresholds
 from kvwatch.versions import engine_version
+from kvwatch.vllm_metrics import REQUESTS_RUNNING
 
 # vLLM pull request 44594: 0.02 to 0.05 end most preemptions at equal or better throughput; above 0.10 only queues grow.
 WATERMARK_MINIMUM, WATERMARK_MAXIMUM = 0.02, 0.10
@@ -26,7 +27,8 @@ class _Basis:
     """What all proposals for one engine rest on."""
 
     size: Footprint
-    in_flight: float
+    in_flight: float  # the most at a time, lately
+    running: float  # the most at a time, in the window: max_num_seqs is at least that
     usable_blocks: int
     because: tuple[str, ...]
     probability: float
@@ -64,7 +66,8 @@ def estimate(view: EngineView, findings: tuple[Finding, ...], limits: Thresholds
     try:
         basis = _Basis(
             size=request_footprint(view),
-            in_flight=lasting_in_flight(view.window.last(limits.hold_seconds)),
+            in_flight=peak_in_flight(view.window.last(limits.hold_seconds)),
+            running=view.window.maximum(REQUESTS_RUNNING),
             usable_blocks=view.capacity.usable_blocks or 0,
             because=because,
             probability=limits.pool_fits_probability,
@@ -83,11 +86,11 @@ def estimate(view: EngineView, findings: tuple[Finding, ...], limits: Thresholds
 
 def _gateway(basis: _Basis) -> Recommendation | Withheld:
     carried = basis.carried
-    if basis.in_flight and basis.in_flight <= carried:
+    if basis.in_flight <= carried:
         return Withheld(
             setting="gateway_max_in_flight",
-            reason=f"{basis.in_flight:.0f} requests are in flight, not above the {carried} that the pool carries: "
-            "the lengths seen do not explain the preemptions; sample a longer --window",
+            reason=f"at most {basis.in_flight:.0f} requests were in flight, not above the {carried} that the pool "
+            "carries: the lengths seen do not explain the preemptions; sample a longer --window",
         )
     return Recommendation(
         setting="gateway_max_in_flight",
@@ -115,6 +118,12 @@ def _max_num_seqs(current: int | None, basis: _Basis) -> Recommendation | Withhe
         return Withheld(
             setting="max_num_seqs",
             reason=f"it is {current} already, not above the {carried} that the pool carries at the lengths seen",
+        )
+    if basis.running <= carried:
+        return Withheld(
+            setting="max_num_seqs",
+            reason=f"at most {basis.running:.0f} requests ran at a time, not above the {carried} that the pool carries "
+            "at the lengths seen, so a cap there changes nothing",
         )
     return Recommendation(
         setting="max_num_seqs",
@@ -148,5 +157,6 @@ def _watermark(current: float | None, basis: _Basis) -> Recommendation | Withhel
         because=basis.because,
         confidence=basis.confidence,
         predicted={"method": "analytic", "reserve_blocks": reserve, "usable_blocks": basis.usable_blocks},
-        note=f"keeps {reserve:,} blocks for running requests to grow into before another is admitted",
+        note=f"keeps {reserve:,} blocks for running requests to grow into before another is admitted"
+        + ("" if current is not None else "; vLLM does not export its watermark: compare with the engine's flags"),
     )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvwatch import checks
 from kvwatch.analytic import estimate
-from kvwatch.capacity import Capacity, EngineFacts, live_capacity
+from kvwatch.capacity import Capacity, EngineFacts, contradicted_max_model_len, live_capacity
 from kvwatch.checks import metrics_missing
 from kvwatch.checks.check import EngineView
 from kvwatch.errors import NoData
@@ -128,9 +128,23 @@ def report(
     return Report(
         window_seconds=max((engine.window_seconds for engine in engines), default=0.0),
         engines=tuple(engines),
-        notes=tuple(notes),
+        notes=(*notes, *_contradictions(current, known)),
         scrapes=tuple(scrapes),
     )
+
+
+def _contradictions(windows: Iterable[Window], facts: Mapping[str, EngineFacts]) -> list[str]:
+    """Where what is given cannot be what runs."""
+    notes = []
+    for window in windows:
+        own = facts.get(window.key.target, EngineFacts())
+        shown = contradicted_max_model_len(window.latest.cache_config, own)
+        if shown is not None:
+            notes.append(
+                f"{window.key} on {window.key.target}: max_model_len {own.max_model_len} "
+                f"({own.source_of('max_model_len')}) is not used, for by the page of the engine it is {shown}"
+            )
+    return notes
 
 
 Proposer = Callable[[EngineView, "tuple[Finding, ...]", Thresholds], Proposals]

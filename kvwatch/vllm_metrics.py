@@ -178,8 +178,9 @@ ALL: tuple[Metric, ...] = (
     CACHE_CONFIG_INFO,
 )
 
-# The first release whose cache_config_info carries each label, where that tells versions apart.
-CACHE_CONFIG_LABEL_SINCE = (("kv_cache_max_concurrency", "0.24.0"), ("kv_cache_memory_bytes", "0.10.2"))
+# What each label of cache_config_info proves. kv_cache_max_concurrency came with release 0.24.0, but a public page of a
+# 0.23.1rc1 development build has it, and such a build may lack what else came with 0.24.
+CACHE_CONFIG_LABEL_SINCE = (("kv_cache_max_concurrency", "0.23.1"), ("kv_cache_memory_bytes", "0.10.2"))
 
 # process_start_time_seconds has no vLLM prefix; prometheus_client exports it for the whole process.
 PROCESS_START_TIME = "process_start_time_seconds"

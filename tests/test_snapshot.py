@@ -78,7 +78,7 @@ def test_servers_on_one_page_are_told_apart_by_their_instance_and_keep_their_own
     assert {t: s.get(vm.REQUESTS_RUNNING) for t, s in found.items()} == {"old:8000": 1, "new:8000": 2}
     assert {t: s.process_start_seconds for t, s in found.items()} == {"old:8000": 100, "new:8000": 200}
     assert {t: s.cache_config.num_gpu_blocks for t, s in found.items()} == {"old:8000": 500, "new:8000": 1000}
-    assert {t: s.vllm_version_at_least for t, s in found.items()} == {"old:8000": "0.9.2", "new:8000": "0.24.0"}
+    assert {t: s.vllm_version_at_least for t, s in found.items()} == {"old:8000": "0.9.2", "new:8000": "0.23.1"}
 
 
 def test_the_settings_of_another_server_are_not_taken() -> None:

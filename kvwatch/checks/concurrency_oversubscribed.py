@@ -84,6 +84,15 @@ def request_footprint(view: EngineView) -> Footprint:
 
 def lasting_in_flight(window: Window) -> float:
     """Requests running or waiting all through the window: the smallest sum of the two."""
+    return min(_in_flight(window))
+
+
+def peak_in_flight(window: Window) -> float:
+    """The most requests running or waiting at a time: what a cap would have cut."""
+    return max(_in_flight(window))
+
+
+def _in_flight(window: Window) -> list[float]:
     sums = [
         running + waiting
         for snapshot in window.snapshots
@@ -92,7 +101,7 @@ def lasting_in_flight(window: Window) -> float:
     ]
     if not sums:
         raise NoData(f"{REQUESTS_RUNNING.exposed} and {REQUESTS_WAITING.exposed} are not exposed")
-    return min(sums)
+    return sums
 
 
 def alert(limits: Thresholds) -> tuple[AlertRule, ...]:
