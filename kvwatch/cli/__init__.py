@@ -4,12 +4,14 @@ Exit codes: 0 clean, 1 found at or above --fail-on, 2 broken (bad input, nothing
 """
 
 import importlib
+import io
 import sys
 from typing import Any
 
 import click
 
 from kvwatch import __version__
+from kvwatch.cli.output import discard_stdout
 from kvwatch.errors import KvwatchError
 
 # Command -> what --help says. The module is kvwatch.cli.<command>; it is imported when the command runs.
@@ -36,7 +38,10 @@ class LazyGroup(click.Group):
         if cmd_name not in dict(COMMANDS):
             return None
         command = importlib.import_module(f"kvwatch.cli.{cmd_name}").command
-        return command if isinstance(command, click.Command) else None
+        if not isinstance(command, click.Command):
+            return None
+        _name_variables(command, cmd_name)
+        return command
 
     def format_commands(self, _ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
@@ -48,6 +53,9 @@ class LazyGroup(click.Group):
         except KvwatchError as error:
             click.echo(f"Error: {error}", err=True)
             ctx.exit(2)
+        except BrokenPipeError:  # whoever read the result has seen enough of it; click would exit with 1, a finding
+            discard_stdout()
+            ctx.exit(0)
 
 
 @click.group(
@@ -63,14 +71,31 @@ def cli() -> None:
     """
 
 
+def _name_variables(command: click.Command, name: str) -> None:
+    """Environment variables named as the flags are: --window of `check` is KVWATCH_CHECK_WINDOW."""
+    for option in command.params:
+        if isinstance(option, click.Option) and option.envvar is None:
+            flag = max(option.opts, key=len).lstrip("-")
+            option.envvar = f"KVWATCH_{name}_{flag}".replace("-", "_").upper()
+
+
 def main() -> None:
     """The entry point."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a model name the terminal cannot show must not end the command
     try:
         outcome = cli(standalone_mode=False)  # an exit code where a command left with one
-        sys.exit(outcome if isinstance(outcome, int) else 0)
+        sys.stdout.flush()
+        code = outcome if isinstance(outcome, int) else 0
     except click.ClickException as error:
         error.show()
-        sys.exit(error.exit_code)
+        code = error.exit_code
     except (click.Abort, KeyboardInterrupt):
         click.echo("Interrupted.", err=True)
-        sys.exit(130)
+        code = 130
+    except OSError as error:
+        click.echo(f"Error: the result cannot be written: {error.strerror or error}", err=True)
+        code = 2
+        discard_stdout()
+    sys.exit(code)

@@ -7,11 +7,12 @@ import click
 
 from kvwatch.cli.engine_flags import engine_facts, engine_flags, given
 from kvwatch.cli.options import Progress, headers_from, output_option, source_options, terminal_width, wants_colour
+from kvwatch.cli.output import write_result
 from kvwatch.finding import Status
 from kvwatch.render import data
 from kvwatch.report import Report, report
 from kvwatch.sources import parse
-from kvwatch.sources.gather import gather
+from kvwatch.sources.gather import HISTORY_SECONDS, gather
 from kvwatch.window import windows
 
 if TYPE_CHECKING:  # a check does not load the simulator
@@ -50,9 +51,11 @@ def judge(
     """
     told = given(ctx, flags)
     parsed = tuple(parse(source) for source in sources)
+    is_given = ctx.get_parameter_source("window_seconds") is not click.core.ParameterSource.DEFAULT
     found = gather(
         parsed,
         window_seconds=window_seconds,
+        history_seconds=window_seconds if is_given and window_seconds > 0 else HISTORY_SECONDS,
         headers=headers_from(headers),
         progress=Progress(", ".join(source.given for source in parsed if source.is_live)),
     )
@@ -64,7 +67,7 @@ def judge(
         simulate=objective is not None,
         objective=objective or "balanced",
     )
-    click.echo(render(judged, output, recommendations_first=recommendations_first))
+    write_result(render(judged, output, recommendations_first=recommendations_first))
     for failure in found.failures:
         click.echo(f"Error: {failure}", err=True)
     if found.failures:

@@ -31,23 +31,42 @@ class Duration(click.ParamType):  # type: ignore[type-arg]  # generic in click's
 
 
 DURATION = Duration()
+_HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")  # RFC 9110, section 5.1
+_HEADER_VALUE = re.compile(r"[\t\x20-\x7e\xa0-\xff]*")
+
+
+class HeaderText(click.types.StringParamType):
+    """`Name: value`. In the environment, one header a line: a value may hold spaces."""
+
+    name = "header"
+    envvar_list_splitter = "\n"
+
+
+HEADER = HeaderText()
 
 
 def headers_from(texts: tuple[str, ...]) -> dict[str, str]:
-    """`Name: value` -> mapping. Raises SettingError for anything else."""
+    """`Name: value` -> mapping. Raises SettingError for anything else, without the value: it may be a token."""
     headers = {}
     for text in texts:
-        name, colon, value = text.partition(":")
-        if not colon or not name.strip():
-            raise SettingError(f"--header {text!r} is not 'Name: value', for example 'Authorization: Bearer TOKEN'")
-        headers[name.strip()] = value.strip()
+        name, colon, value = (part.strip() for part in text.partition(":"))
+        if not colon or not _HEADER_NAME.fullmatch(name):
+            raise SettingError("a --header is not 'Name: value'; write for example 'Authorization: Bearer TOKEN'")
+        if not _HEADER_VALUE.fullmatch(value):
+            raise SettingError(f"--header {name}: its value holds a line feed or another character that HTTP refuses")
+        headers[name] = value
     return headers
 
 
 def source_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """SOURCE..., --window and --header."""
     command = click.option(
-        "--header", "headers", multiple=True, metavar="'NAME: VALUE'", help="Send this header with every scrape."
+        "--header",
+        "headers",
+        type=HEADER,
+        multiple=True,
+        metavar="'NAME: VALUE'",
+        help="Send this header with every scrape.",
     )(command)
     command = click.option(
         "--window",
@@ -55,7 +74,8 @@ def source_options(command: Callable[..., Any]) -> Callable[..., Any]:
         type=DURATION,
         default="10s",
         show_default=True,
-        help="How long to sample a live server. A capture folder is read whole, a file is one page.",
+        help="How long to sample a live server; of a history, the last 5m unless given. A capture folder is read "
+        "whole, a file is one page.",
     )(command)
     return click.argument("sources", nargs=-1, required=True, metavar="SOURCE...")(command)
 

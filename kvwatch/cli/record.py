@@ -5,9 +5,10 @@ from pathlib import Path
 
 import click
 
-from kvwatch.cli.options import DURATION, Progress, headers_from
+from kvwatch.cli.options import DURATION, HEADER, Progress, headers_from
 from kvwatch.errors import KvwatchError, SettingError, SourceError
 from kvwatch.exposition import decode, read_samples
+from kvwatch.snapshot import snapshots
 from kvwatch.sources import parse
 from kvwatch.sources.capture import SUFFIX
 from kvwatch.sources.scrape import Page, Scraper
@@ -18,7 +19,14 @@ from kvwatch.sources.scrape import Page, Scraper
 @click.option("--output", "-o", "folder", type=click.Path(path_type=Path), required=True, help="Folder for the pages.")
 @click.option("--interval", type=DURATION, default="2s", show_default=True, help="Time between two pages.")
 @click.option("--duration", type=DURATION, default="5m", show_default=True, help="How long to record.")
-@click.option("--header", "headers", multiple=True, metavar="'NAME: VALUE'", help="Send this header with every scrape.")
+@click.option(
+    "--header",
+    "headers",
+    type=HEADER,
+    multiple=True,
+    metavar="'NAME: VALUE'",
+    help="Send this header with every scrape.",
+)
 @click.pass_context
 def command(
     ctx: click.Context, source: str, folder: Path, interval: float, duration: float, headers: tuple[str, ...]
@@ -65,7 +73,8 @@ def _record(
                 failed = str(error)
                 if not saved:
                     break
-            number += 1
+            # the missed pages of a slow server are not made up for
+            number = max(number, int((time.monotonic() - started) / interval)) + 1
     except KeyboardInterrupt:
         click.echo("stopped; the pages so far are saved", err=True)
     progress(duration, duration)
@@ -73,9 +82,9 @@ def _record(
 
 
 def _save(page: Page, folder: Path) -> None:
-    """Write a page that reads as an exposition, whole or not at all."""
+    """Write a page that shows an engine, whole or not at all."""
     text = decode(page.body)
-    read_samples(text)
+    snapshots(read_samples(text), at_seconds=page.at_seconds)
     path = folder / f"{int(page.at_seconds * 1000)}{SUFFIX}"
     part = path.with_suffix(".part")
     try:
