@@ -163,7 +163,7 @@ def _curve(buckets: Sequence[_Bucket]) -> tuple[tuple[float, ...], tuple[float, 
         for part in range(1, _PARTS + 1):
             u = part / _PARTS
             ranks.append(start + bucket.share * u)
-            tokens.append(bucket.low + bucket.width * _inverse(slope, u))
+            tokens.append(bucket.high if part == _PARTS else bucket.low + bucket.width * _inverse(slope, u))
     return tuple(ranks), tuple(tokens)
 
 

@@ -3,7 +3,8 @@
 All settings are tried on the same drawn requests, three draws (seeds) of them, so that their differences are not those
 of luck. The search is wide on the first draw and narrow on the others:
 
-1. caps of running requests, from what the pool holds at the end of every request to what runs now, times watermarks;
+1. caps of running requests, from what the pool holds at the end of every request to what runs now, and watermarks, one
+   by one and then together, without those that alone leave the engine idle;
 2. the best of these, and the present settings, on the other draws;
 3. the neighbours of the best, where the caps were not tried one by one.
 """
@@ -25,6 +26,7 @@ _FEW_WATERMARKS = (0.0, 0.02, 0.05, 0.1, 0.2)
 _MANY_REQUESTS = 500  # above it a simulation takes long enough to try fewer settings
 _FINALISTS = 14
 _FAST_ENOUGH_RATIO = THROUGHPUT_KEPT_RATIO - 0.01  # on one draw only, so with a margin
+_IDLE_RATIO, _CALM_SHARE = 0.94, 0.05
 _RELIEF_RATIO, RELIEF_THROUGHPUT_RATIO = 0.5, 0.90
 # Settings whose preemptions exceed those of the best by no more than this are as good: luck moves counts by that much.
 _AS_CALM_RATIO, _AS_CALM_PREEMPTIONS = 1.25, 2.0
@@ -32,13 +34,17 @@ _AS_CALM_RATIO, _AS_CALM_PREEMPTIONS = 1.25, 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """What is simulated: draws of requests, how they arrive, the present settings, what a step costs."""
+    """What is simulated: draws of requests, how they arrive, the present settings, what a step costs.
+
+    Without `may_loosen` no cap above the present one and no watermark below it is tried.
+    """
 
     settings: SchedulerSettings
     cost: CostModel
     draws: tuple[tuple[Request, ...], ...]
     clients: int | None
     version: Version | None
+    may_loosen: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,11 +111,12 @@ def best_settings(trial: Trial, objective: Objective = "balanced") -> Outcome:
         usual = WATERMARKS if len(trial.draws[0]) <= _MANY_REQUESTS else _FEW_WATERMARKS
         watermarks = sorted({*usual, trial.settings.watermark})
     now = trial.settings
-    asked = [
-        (with_seqs(now, cap, watermark), None) for cap in sorted({*caps, now.max_num_seqs}) for watermark in watermarks
-    ]
+    if not trial.may_loosen:
+        caps = tuple(cap for cap in caps if cap <= now.max_num_seqs)
+        watermarks = [share for share in watermarks if share >= now.watermark]
     search = _Search(trial, objective)
-    search.run(asked)
+    caps, watermarks = search.without_idle(caps, watermarks)
+    search.run((with_seqs(now, cap, share), None) for cap in sorted({*caps, now.max_num_seqs}) for share in watermarks)
     search.refine(caps, watermarks)
     return search.outcome()
 
@@ -190,10 +197,32 @@ class _Search:
         self._objective: Objective = objective
         self._now = run(trial, trial.settings, None, range(len(trial.draws)))
         self._full: dict[_Key, Tried] = {(trial.settings, None): self._now}
+        self._drafts: dict[_Key, Tried] = {}  # on the first draw only
+
+    def without_idle(
+        self, caps: Sequence[int], watermarks: Sequence[float]
+    ) -> tuple[tuple[int, ...], tuple[float, ...]]:
+        """The values that, alone, do not leave the engine idle: calm, and so slow that another makes it worse."""
+        now = self._trial.settings
+        by_cap = {cap: self._first_draw((with_seqs(now, cap, now.watermark), None)) for cap in caps}
+        by_share = {share: self._first_draw((with_seqs(now, now.max_num_seqs, share), None)) for share in watermarks}
+        fastest = max(one.output_tokens_per_second for one in (*by_cap.values(), *by_share.values(), self._now))
+
+        def is_idle(one: Tried) -> bool:
+            slow = one.output_tokens_per_second < _IDLE_RATIO * fastest
+            return slow and one.preemptions <= _CALM_SHARE * self._now.preemptions
+
+        kept = tuple(share for share, one in by_share.items() if share == now.watermark or not is_idle(one))
+        return tuple(cap for cap, one in by_cap.items() if not is_idle(one)), kept
+
+    def _first_draw(self, key: _Key) -> Tried:
+        if key not in self._drafts:
+            self._drafts[key] = run(self._trial, *key, draws=(0,))
+        return self._drafts[key]
 
     def run(self, asked: Iterable[_Key]) -> None:
         """Try all on the first draw, and the promising ones on the others."""
-        first = {key: run(self._trial, *key, draws=(0,)) for key in asked if key not in self._full}
+        first = {key: self._first_draw(key) for key in asked if key not in self._full}
         for key in self._promising(first):
             rest = run(self._trial, *key, draws=range(1, len(self._trial.draws)))
             self._full[key] = replace(first[key], runs=(*first[key].runs, *rest.runs))
@@ -202,7 +231,7 @@ class _Search:
         """Try the values halfway between the best ones and their neighbours."""
         best = self._chosen(list(self._full.values())).settings
         between = [(cap + best.max_num_seqs) // 2 for cap in _neighbours(caps, best.max_num_seqs)]
-        shares = [round((share + best.watermark) / 2, 4) for share in _neighbours(watermarks, best.watermark)]
+        shares = [round((share + best.watermark) / 2, 3) for share in _neighbours(watermarks, best.watermark)]
         asked = [with_seqs(best, cap, best.watermark) for cap in between]
         asked += [with_seqs(best, best.max_num_seqs, share) for share in shares]
         self.run((settings, None) for settings in asked)
@@ -226,8 +255,19 @@ class _Search:
         fast = [one for one in tried if one.output_tokens_per_second >= kept_ratio * fastest]
         return min(fast, key=lambda one: (one.preemptions, -one.output_tokens_per_second))
 
+    def _speed(self, tried: Tried) -> float:
+        """The throughput in the draw in which it is lowest relative to the present settings: what can be counted on."""
+        ratios = (
+            one.output_tokens_per_second / now.output_tokens_per_second
+            for one, now in zip(tried.runs, self._now.runs, strict=False)
+        )
+        return min(ratios) * self._now.output_tokens_per_second
+
     def _chosen(self, tried: Sequence[Tried], objective: Objective | None = None) -> Tried:
-        options = [Option(settings=one.settings, result=one.pooled) for one in tried]
+        options = [
+            Option(settings=one.settings, result=replace(one.pooled, output_tokens_per_second=self._speed(one)))
+            for one in tried
+        ]
         chosen = choose(options, objective or self._objective, self._trial.settings)
         return tried[next(number for number, option in enumerate(options) if option is chosen)]
 
@@ -264,9 +304,9 @@ class _Search:
         if self._objective == "latency":
             late, early = ours.pooled.ttft_p99_seconds, best.pooled.ttft_p99_seconds
             return late is not None and early is not None and late <= 1.1 * early
-        fastest = max(one.output_tokens_per_second for one in self._full.values())
+        fastest = max(self._speed(one) for one in self._full.values())
         calm = ours.preemptions <= ratio * best.preemptions + preemptions
-        return calm and ours.output_tokens_per_second >= THROUGHPUT_KEPT_RATIO * fastest
+        return calm and self._speed(ours) >= THROUGHPUT_KEPT_RATIO * fastest
 
 
 def _neighbours(values: Sequence[_Number], value: _Number) -> list[_Number]:

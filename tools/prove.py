@@ -24,24 +24,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).resolve().parent.parent / "tests"), str(Path(__file__).resolve().parent.parent)]
+sys.path[:0] = [str(Path(__file__).parent.parent / "tests"), str(Path(__file__).parent.parent)]
 
-from load import Load, Traffic
-from vllm_server import vllm_server
+from load import Load, Traffic  # noqa: E402 -- the path must be set first
+from vllm_server import vllm_server  # noqa: E402
 
-from kvwatch.capacity import EngineFacts, live_capacity
-from kvwatch.checks.check import EngineView
-from kvwatch.errors import KvwatchError
-from kvwatch.recommend import trial_of
-from kvwatch.simulator import simulate
-from kvwatch.snapshot import Snapshot
-from kvwatch.sources import parse
-from kvwatch.sources.gather import gather
-from kvwatch.sources.scrape import Scraper
-from kvwatch.vllm_metrics import INTER_TOKEN_LATENCY, TIME_TO_FIRST_TOKEN
-from kvwatch.what_if import with_seqs
-from kvwatch.window import Window, windows
-from kvwatch.workload import offered_load
+from kvwatch.capacity import EngineFacts, live_capacity  # noqa: E402
+from kvwatch.checks.check import EngineView  # noqa: E402
+from kvwatch.errors import KvwatchError  # noqa: E402
+from kvwatch.recommend import trial_of  # noqa: E402
+from kvwatch.simulator import simulate  # noqa: E402
+from kvwatch.snapshot import Snapshot  # noqa: E402
+from kvwatch.sources import parse  # noqa: E402
+from kvwatch.sources.gather import gather  # noqa: E402
+from kvwatch.sources.scrape import Scraper  # noqa: E402
+from kvwatch.vllm_metrics import INTER_TOKEN_LATENCY, TIME_TO_FIRST_TOKEN  # noqa: E402
+from kvwatch.what_if import with_seqs  # noqa: E402
+from kvwatch.window import Window, windows  # noqa: E402
+from kvwatch.workload import offered_load  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 CLIENTS, EACH, SEATS = 28, 3, 32

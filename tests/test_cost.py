@@ -1,0 +1,74 @@
+"""What a step costs, fitted to pages."""
+
+import random
+from dataclasses import replace
+
+import pytest
+from fake_engine import FakeEngine
+
+from kvwatch.cost import assumed_cost, fit_cost, seconds_per_step
+from kvwatch.simulation import CostModel, Request, SchedulerSettings
+from kvwatch.window import Window
+
+SETTINGS = SchedulerSettings(num_gpu_blocks=2048, block_size=16, max_model_len=8192, max_num_seqs=64)
+
+
+def window_of(cost: CostModel) -> Window:
+    """A load that swells and ebbs, so that batch, prompt tokens and cache held differ between intervals."""
+    rng = random.Random(2)
+    at, requests = 0.0, []
+    for number in range(300):
+        at += rng.expovariate((4.0 if number % 60 < 30 else 1.0) * 0.02 / cost.step_seconds)
+        requests.append(
+            Request(prompt_tokens=rng.randint(50, 900), output_tokens=rng.randint(50, 400), at_seconds=round(at, 3))
+        )
+    return FakeEngine(SETTINGS, cost, requests).window()
+
+
+@pytest.mark.parametrize(
+    "cost",
+    [
+        CostModel(step_seconds=0.02, per_token_seconds=6e-5),
+        CostModel(step_seconds=0.005, per_token_seconds=1e-4, per_kv_token_seconds=1e-7),
+        CostModel(step_seconds=0.01, per_kv_token_seconds=5e-7),
+    ],
+)
+def test_the_time_of_steps_is_explained(cost: CostModel) -> None:
+    fit = fit_cost(window_of(cost), pool_tokens=2047 * 16, tokens_per_preemption=0.0)
+    assert fit is not None
+    assert fit.error_ratio < 0.06
+    # what counts is the time of a step as it occurs: 20 requests holding 12,000 tokens, with and without a prompt
+    for tokens in (20, 520):
+        ours = fit.cost.step_seconds + tokens * fit.cost.per_token_seconds + 12_000 * fit.cost.per_kv_token_seconds
+        theirs = cost.step_seconds + tokens * cost.per_token_seconds + 12_000 * cost.per_kv_token_seconds
+        assert ours == pytest.approx(theirs, rel=0.15)
+
+
+def test_coefficients_are_never_negative() -> None:
+    fit = fit_cost(window_of(CostModel(step_seconds=0.02)), pool_tokens=2047 * 16, tokens_per_preemption=0.0)
+    assert fit is not None
+    assert fit.cost.step_seconds == pytest.approx(0.02, rel=0.05)
+    assert min(fit.cost.per_token_seconds, fit.cost.per_kv_token_seconds) >= 0
+
+
+def test_pages_whose_times_no_cost_explains_give_none() -> None:
+    window = window_of(CostModel(step_seconds=0.02))
+    rng = random.Random(9)
+    at, warped = 0.0, []
+    for snapshot in window.snapshots:  # a machine that is now fast, now slow
+        warped.append(replace(snapshot, at_seconds=at))
+        at += rng.choice([0.2, 1.0, 8.0])
+    assert fit_cost(Window(tuple(warped)), pool_tokens=2047 * 16, tokens_per_preemption=0.0) is None
+
+
+def test_few_pages_give_none() -> None:
+    window = window_of(CostModel(step_seconds=0.02))
+    few = Window(window.snapshots[10:14])
+    assert fit_cost(few, pool_tokens=2047 * 16, tokens_per_preemption=0.0) is None
+    assert seconds_per_step(few) == pytest.approx(0.02, rel=0.05)
+
+
+def test_an_assumed_cost_has_the_mean_step_that_was_seen() -> None:
+    cost = assumed_cost(0.03, 150.0)
+    assert cost.step_seconds + 150 * cost.per_token_seconds == pytest.approx(0.03)
+    assert cost.step_seconds / cost.per_token_seconds == pytest.approx(300)
