@@ -1,6 +1,5 @@
 """The straight line through a gauge in a window, by least squares, as PromQL's deriv and predict_linear draw it."""
 
-import math
 from dataclasses import dataclass
 
 from kvwatch.errors import NoData
@@ -26,8 +25,10 @@ def trend(window: Window, metric: Metric) -> Trend:
     points = [(s.at_seconds - latest, value) for s in window.snapshots if (value := s.get(metric)) is not None]
     if len(points) < 2:
         raise NoData(f"a trend of {metric.exposed} needs two pages; give --window or a capture folder")
-    mean_time = math.fsum(time for time, _ in points) / len(points)
-    mean_value = math.fsum(value for _, value in points) / len(points)
-    spread = math.fsum((time - mean_time) ** 2 for time, _ in points)
-    slope = math.fsum((time - mean_time) * (value - mean_value) for time, value in points) / spread
+    if all(value == points[0][1] for _, value in points):  # the mean of equal values may be off by a rounding
+        return Trend(now=points[0][1], per_second=0.0)
+    mean_time = sum(time for time, _ in points) / len(points)
+    mean_value = sum(value for _, value in points) / len(points)
+    spread = sum((time - mean_time) ** 2 for time, _ in points)
+    slope = sum((time - mean_time) * (value - mean_value) for time, value in points) / spread
     return Trend(now=mean_value - slope * mean_time, per_second=slope)

@@ -44,7 +44,7 @@ def evaluate(view: EngineView, limits: Thresholds) -> Verdict:
         "kv_cache_usage_ratio_per_minute": line.per_second * 60,
         "running_requests_per_minute": running.per_second * 60,
     }
-    if line.after(limits.filling_horizon_seconds) < 1:
+    if line.per_second <= 0 or not line.after(limits.filling_horizon_seconds) >= 1:
         return Verdict(status=Status.OK, summary=f"{usage:.0%} of the pool held, and not filling up", evidence=evidence)
     if running.per_second * limits.alert_range_seconds >= 1:
         return Verdict(status=Status.OK, summary="the pool fills because more requests run", evidence=evidence)

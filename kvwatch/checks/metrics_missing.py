@@ -46,8 +46,8 @@ def evaluate(view: EngineView, _limits: Thresholds) -> Verdict:
 
 
 def alert(limits: Thresholds) -> tuple[AlertRule, ...]:
-    """The ways in which silence would pass for health: an engine lacks a series, a live target lost all of them, an
-    agent cannot read its target, or this Prometheus has no vLLM at all.
+    """The ways in which silence would pass for health: an engine lacks a series, a live target lost all of them, this
+    Prometheus has no vLLM at all, or an agent cannot read its target.
     """
     seen = signals(limits)
     needed = ((seen.usage, KV_CACHE_USAGE), (seen.running, REQUESTS_RUNNING), (seen.waiting, REQUESTS_WAITING))
@@ -57,15 +57,21 @@ def alert(limits: Thresholds) -> tuple[AlertRule, ...]:
     ]
     engines = f"group by (job, instance) ({seen.seen})"
     remembered = f"group by (job, instance) (last_over_time({seen.seen}[{duration(limits.alert_remembers_seconds)}]))"
-    lost = f"(\n  {remembered}\n  unless {engines}\n)\nand on (job, instance) (up == 1)"
+    lost = f"(\n  {remembered}\n  unless {engines}\n  and on (job, instance) (up == 1)\n)"
     return (
         warning(
             limits,
-            expr="\nor ".join((*lacking, f"({lost})", "kvwatch_scrape_success == 0", f"absent({seen.seen})")),
+            expr="\nor ".join((*lacking, lost, f"absent({seen.seen})")),
             summary=f"{{{{ with $labels.metric }}}}{ENGINE} does not expose {{{{ . }}}}"
-            "{{ else }}{{ with $labels.target }}kvwatch cannot read {{ . }}"
             "{{ else }}{{ with $labels.instance }}{{ . }} answers but exposes no vLLM metric any more"
-            "{{ else }}no vLLM engine is scraped{{ end }}{{ end }}{{ end }}",
+            "{{ else }}no vLLM engine is scraped{{ end }}{{ end }}",
+        ),
+        AlertRule(
+            severity=Status.CRITICAL,
+            expr="kvwatch_scrape_success == 0",
+            for_seconds=limits.alert_for_seconds,  # a rollout leaves a target without an engine for minutes
+            keep_firing_for_seconds=limits.alert_critical_keep_firing_seconds,
+            summary="kvwatch cannot read {{ $labels.target }}",
         ),
     )
 
