@@ -36,6 +36,7 @@ from kvwatch.window import Window
 
 MINIMUM_OBSERVATIONS = 10
 _COMBINATIONS = 512
+_LONGEST_TOKENS = 10**9  # no model's context; a page may claim more
 # Additive recurrence with the plastic number, evenly spread over the unit square beside an even first axis
 # (M. Roberts, https://extremelearning.com.au/unreasonable-effectiveness-of-quasirandom-sequences/).
 _STEP_OUTPUT, _STEP_SHARE = 0.7548776662466927, 0.5698402909980532
@@ -104,7 +105,7 @@ def _blocks(
     prompts: LengthCurve, outputs: LengthCurve, blocks_for: BlocksFor, max_model_len: int | None
 ) -> tuple[float, float, float]:
     """Mean and standard deviation of the blocks held at a random moment, and the 95th percentile at the end."""
-    longest = float(max_model_len) if max_model_len else math.inf
+    longest = float(max_model_len or _LONGEST_TOKENS)
 
     def blocks(tokens: float) -> float:
         found = blocks_for(min(longest, max(1.0, tokens)))
@@ -115,7 +116,7 @@ def _blocks(
     weights, live, ends = [], [], []
     for number in range(_COMBINATIONS):
         prompt = prompts.at((number + 0.5) / _COMBINATIONS)
-        output = outputs.at((0.5 + number * _STEP_OUTPUT) % 1)
+        output = min(longest, outputs.at((0.5 + number * _STEP_OUTPUT) % 1))
         weights.append(output)
         live.append(blocks(prompt + output * ((0.5 + number * _STEP_SHARE) % 1)))
         ends.append(blocks(prompt + output))
