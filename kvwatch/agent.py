@@ -207,8 +207,8 @@ class Agent:
         self._publish(judged)
         return judged
 
-    def judge(self) -> Report:
-        """The report of what the latest rounds showed."""
+    def judge(self, *, simulate: bool = False) -> Report:
+        """The report of what the latest rounds showed. Rounds do without simulating: it takes seconds of CPU."""
         made = windows(snapshot for watch in self._watches for snapshot in watch.snapshots)
         failures: dict[EngineKey, str] = {}
         told: dict[str, EngineFacts] = {}
@@ -221,6 +221,7 @@ class Agent:
             limits=self._config.limits,
             scrapes=self._scrapes,
             failures=failures,
+            simulate=simulate,
         )
 
     def close(self) -> None:

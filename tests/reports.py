@@ -5,7 +5,7 @@ from dataclasses import replace
 from kvwatch.capacity import Capacity
 from kvwatch.checks import ALL
 from kvwatch.finding import Finding, Status, Verdict
-from kvwatch.recommend import Recommendation, Withheld
+from kvwatch.proposal import Recommendation, Withheld
 from kvwatch.report import EngineReport, Report, Scrape, unseen_engine
 from kvwatch.snapshot import EngineKey
 

@@ -5,6 +5,7 @@ from goldens import golden
 from reports import AT_SECONDS, DOWN, FLEET, HEALTHY, THRASHING, report_of
 
 from kvwatch import __version__
+from kvwatch.proposal import SettingOption, SimulationBasis
 from kvwatch.render.html import report_html
 from kvwatch.render.html_assets import SCRIPT, STYLE
 from kvwatch.report import Report
@@ -18,7 +19,7 @@ def body(report: Report | None, **more: float | str) -> str:
 
 def test_the_page_of_a_fleet() -> None:
     page = report_html(FLEET, at_seconds=AT_SECONDS, interval_seconds=5).replace(STYLE, "").replace(SCRIPT, "")
-    page = page.replace(f"kvwatch {__version__}", "kvwatch VERSION")
+    page = re.sub(r"'sha256-[^']+'", "'sha256-HASH'", page.replace(f"kvwatch {__version__}", "kvwatch VERSION"))
     assert page == golden("report.html", page)
 
 
@@ -65,6 +66,46 @@ def test_an_old_report_is_not_called_current() -> None:
     assert "class='verdict unknown'" in page
     assert "what stands below is old" in page
     assert "Now:" not in page[: page.index("<main")]
+
+
+def test_what_was_simulated_is_a_table_relative_to_the_present_settings() -> None:
+    now = SettingOption(
+        name="now",
+        max_num_seqs=None,
+        watermark=0.0,
+        gateway_max_in_flight=None,
+        preemptions_per_request=0.41,
+        preemptions_per_request_low=0.38,
+        preemptions_per_request_high=0.46,
+        recomputed_tokens_per_request=300.0,
+        output_throughput_ratio=1.0,
+        output_throughput_ratio_low=1.0,
+        output_throughput_ratio_high=1.0,
+        steps_ratio=1.0,
+        output_tokens_per_second=None,
+        ttft_p50_ratio=None,
+        ttft_p99_ratio=None,
+        itl_p50_ratio=None,
+        itl_p99_ratio=None,
+    )
+    gateway = replace(now, name="gateway", gateway_max_in_flight=19, preemptions_per_request=0.14, ttft_p99_ratio=0.6)
+    basis = SimulationBasis(
+        objective="balanced",
+        requests=200,
+        draws=3,
+        observed_preemptions_per_request=0.34,
+        simulated_preemptions_per_request=0.41,
+        cost_error_ratio=None,
+        inputs=(),
+    )
+    page = body(report_of(replace(THRASHING, options=(now, gateway), simulation=basis)))
+    rows = [
+        re.findall(r"<t[dh][^>]*>([^<]*)", row) for row in page.split("<tr>") if "0.41" in row or "gateway 19" in row
+    ]
+    assert rows == [
+        ["now", "", "0", "0.41", "100%", "", ""],
+        ["gateway 19", "", "0", "0.14", "100%", "60%", ""],
+    ]
 
 
 def test_everything_from_outside_is_escaped() -> None:

@@ -19,7 +19,7 @@ from kvwatch.render.html_assets import SCRIPT, STYLE
 from kvwatch.report import EngineReport, Report
 
 if TYPE_CHECKING:
-    from kvwatch.recommend import Recommendation
+    from kvwatch.proposal import Recommendation, SettingOption, SimulationBasis
 
 _WORD = {Status.OK: "OK", Status.UNKNOWN: "UNKNOWN", Status.WARNING: "WARNING", Status.CRITICAL: "CRITICAL"}
 _ICON_COLOUR = {
@@ -184,6 +184,7 @@ def _engine(engine: EngineReport, anchor: str) -> str:
             "Not decided",
             [f"<li class='change'>{escape(w.setting)}: {escape(w.reason)}</li>" for w in engine.withheld],
         ),
+        _options(engine.options, engine.simulation),
         _rest(engine, anchor),
         "</section>",
     ]
@@ -261,6 +262,33 @@ def _recommendation(item: Recommendation, anchor: str) -> str:
         f"<details id='{anchor}-{escape(item.setting)}'><summary>why</summary>"
         f"<p>because of {escape(', '.join(item.because))}; confidence {escape(item.confidence)}</p>"
         f"<table>{predicted}</table></details></li>"
+    )
+
+
+def _options(options: Sequence[SettingOption], basis: SimulationBasis | None) -> str:
+    """What each combination of settings did in the simulation, relative to the present ones."""
+    if basis is None or not options:
+        return ""
+    heads = ("", "max-num-seqs", "watermark", "preempted/request", "tokens/s", "TTFT p99", "ITL p99")
+    rows = []
+    for option in options:
+        cells = (
+            _count(option.max_num_seqs),
+            f"{option.watermark:g}",
+            _rate(option.preemptions_per_request),
+            _share(option.output_throughput_ratio),
+            _share(option.ttft_p99_ratio),
+            _share(option.itl_p99_ratio),
+        )
+        name = option.name if option.gateway_max_in_flight is None else f"gateway {option.gateway_max_in_flight}"
+        numbers = "".join(f"<td class='number'>{cell}</td>" for cell in cells)
+        rows.append(f"<tr><td>{escape(name)}</td>{numbers}</tr>")
+    head = "".join(f"<th class='number'>{name}</th>" for name in heads)
+    return (
+        f"<h3>Simulated ({escape(basis.objective)}, {basis.draws} draws of {basis.requests} requests)</h3>"
+        f"<div class='scroll'><table><tr>{head}</tr>{''.join(rows)}</table></div>"
+        f"<p class='soft'>The present settings give {basis.simulated_preemptions_per_request:.2f} preemptions per "
+        f"request in the simulation; {basis.observed_preemptions_per_request:.2f} were seen.</p>"
     )
 
 

@@ -59,6 +59,8 @@ table { border-collapse: collapse; width: 100%; font-size: .92rem; }
 td, th { text-align: left; padding: .3rem .6rem .3rem 0; border-bottom: 1px solid var(--line); vertical-align: top; }
 td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; }
 .fleet th, .fleet .number, .fleet .word { white-space: nowrap; }
+.scroll { overflow-x: auto; }
+.scroll th { white-space: nowrap; }
 .rest { margin-top: .8rem; }
 footer { padding-top: 1rem; padding-bottom: 2rem; }
 @media (max-width: 30rem) {
