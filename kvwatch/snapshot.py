@@ -20,6 +20,8 @@ from kvwatch.vllm_metrics import (
 MODEL_LABELS = ("model_name", "model")
 ENGINE_LABEL = "engine"
 DEFAULT_ENGINE = "0"
+# No length in tokens and no time in seconds is larger; with such bounds sums overflow.
+_HIGHEST_BOUND = 1e15
 # Ray Serve and Prometheus put several servers on one page or in one answer; these labels tell them apart.
 INSTANCE_LABELS = ("instance", "namespace", "pod", "ReplicaId", "WorkerId")
 # The production-stack router repeats engine metrics under the address of each backend.
@@ -238,6 +240,8 @@ class _Collected:
                 f"{sample.name} has a bucket whose le label is {sample.labels.get('le')!r}, not a number; "
                 "a proxy may rewrite labels: scrape the vLLM server itself"
             ) from error
+        if math.isnan(bound) or _HIGHEST_BOUND < abs(bound) < math.inf:
+            return  # observations beyond it are in the +Inf bucket as well
         buckets = self.buckets.setdefault(metric.name, {})
         buckets[bound] = buckets.get(bound, 0.0) + sample.value
 

@@ -173,6 +173,16 @@ def test_infinite_histogram_parts_are_missing() -> None:
     assert (found.sum, found.count, found.counts[-1]) == (None, 1, 1)
 
 
+@pytest.mark.parametrize("bound", ["NaN", "1e308"])
+def test_a_bucket_bound_that_cannot_be_is_left_out(bound: str) -> None:
+    page = "".join(
+        f'vllm:request_prompt_tokens_bucket{{engine="0",le="{le}"}} {n}\n'
+        for le, n in ((5, 1), (bound, 2), ("+Inf", 3))
+    )
+    (found,) = one(page).histograms.values()
+    assert (found.bounds, found.counts) == ((5.0, math.inf), (1, 3))
+
+
 def test_series_that_differ_in_other_labels_are_summed_and_usage_is_the_largest() -> None:
     page = "".join(
         f'vllm:request_success_total{{engine="0",finished_reason="{r}"}} {n}\n' for r, n in (("stop", 3), ("length", 4))
