@@ -5,9 +5,7 @@ Source: vLLM 0.33.0, vllm/engine/arg_utils.py (flags), vllm/utils/argparse_utils
 underscores, `--flag.key value`).
 """
 
-import json
 import re
-import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -193,6 +191,8 @@ def _words(text: str) -> list[str]:
     joined = " ".join(lines)
     if joined.startswith("[") and joined.endswith("]"):  # a JSON or flow-style list of arguments
         joined = joined[1:-1].replace('",', '" ').replace("',", "' ")
+    import shlex  # noqa: PLC0415 -- only a whole command line needs it
+
     try:
         return shlex.split(joined)
     except ValueError as error:
@@ -305,6 +305,8 @@ def _special(name: str, inline: str | None, rest: list[str], fields: dict[str, A
 
 
 def _object(name: str, text: str) -> dict[str, Any]:
+    import json  # noqa: PLC0415 -- only a flag that holds an object needs it
+
     try:
         found = json.loads(text)
     except ValueError:
