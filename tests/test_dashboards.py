@@ -61,7 +61,7 @@ def panels(dashboard: dict[str, Any]) -> list[dict[str, Any]]:
 def filled_in(expr: str, rate_interval: str = "10s") -> str:
     """The query as Grafana sends it."""
     expr = expr.replace("$__rate_interval", rate_interval)
-    return re.sub(r"\$(job|model_name|instance|engine|target)\b", ".*", expr)
+    return re.sub(r"\$(job|model_name|instance|engine|pod|target)\b", ".*", expr)
 
 
 def asked(dashboard: dict[str, Any]) -> Iterator[Asked]:
@@ -135,9 +135,17 @@ def test_panels_have_ids_of_their_own_and_do_not_overlap(dashboard: dict[str, An
 
 @every_dashboard
 def test_a_dashboard_lets_one_choose_where_to_look(dashboard: dict[str, Any]) -> None:
-    variables = dashboard["templating"]["list"]
-    assert [v["name"] for v in variables] == ["datasource", "job", "model_name", "instance", "engine", "target"]
-    assert all(v["allValue"] == ".*" and v["includeAll"] and v["multi"] for v in variables[1:])
+    variables = {v["name"]: v for v in dashboard["templating"]["list"]}
+    assert list(variables) == ["datasource", "job", "model_name", "instance", "engine", "pod", "target"]
+    one = {"instance", "pod"} if dashboard["uid"] == "kvwatch-engine" else set()
+    for name in set(variables) - {"datasource"} - one:
+        assert (variables[name]["allValue"], variables[name]["includeAll"], variables[name]["multi"]) == (
+            ".*",
+            True,
+            True,
+        )
+    for name in one:
+        assert not variables[name]["includeAll"]
     assert all(panel["datasource"]["uid"] == "${datasource}" for panel in panels(dashboard))
     assert all(t["datasource"]["uid"] == "${datasource}" for panel in panels(dashboard) for t in panel["targets"])
 
@@ -229,7 +237,7 @@ EMPTY = {
     "kvwatch-fleet: Live KV blocks against the budget: A": NEEDS_A_MODEL,
     "kvwatch-engine: Blocks predicted: A": NEEDS_A_MODEL,
     "kvwatch-engine: Live against predicted: A": NEEDS_A_MODEL,
-    "kvwatch-engine: Idle before eviction, and gap between uses: B": "no block is used twice while a capture lasts",
+    "kvwatch-engine: Idle before eviction, reuse gap: B": "no block is used twice while a capture lasts",
 }
 EMPTY_ON_VICTORIA_METRICS = {
     **EMPTY,

@@ -24,7 +24,7 @@ from kvwatch.generate.panels import (
     steps,
     words,
 )
-from kvwatch.generate.queries import AGENT_LEGEND, LEGEND
+from kvwatch.generate.queries import AGENT_LEGEND, ENGINE_LEGEND
 from kvwatch.recording import duration
 from kvwatch.render.prometheus import CAPACITY, EVIDENCE, RECOMMENDED
 from kvwatch.thresholds import Thresholds
@@ -61,21 +61,19 @@ LIVE_BLOCKS, LIVE_TOKENS, CONCURRENCY = (
     CAPACITY[key][0] for key in ("num_gpu_blocks", "capacity_tokens", "max_concurrency")
 )
 IN_FLIGHT = RECOMMENDED["gateway_max_in_flight"][0]
-# Labels of cache_config_info that say how large the pool is and why, in the order of the columns.
-POOL_LABELS = (
-    "instance",
-    "model_name",
-    "engine",
-    "num_gpu_blocks",
-    "block_size",
-    "kv_cache_size_tokens",
-    "kv_cache_max_concurrency",
-    "cache_dtype",
-    "gpu_memory_utilization",
-    "enable_prefix_caching",
-    "num_gpu_blocks_override",
-    "kv_cache_memory_bytes",
-)
+# Labels of cache_config_info that say how large the pool is and why -> heads of the columns.
+POOL_LABELS = {
+    "engine": "engine",
+    "num_gpu_blocks": "blocks",
+    "block_size": "block",
+    "kv_cache_size_tokens": "tokens",
+    "kv_cache_max_concurrency": "full-length",
+    "cache_dtype": "dtype",
+    "enable_prefix_caching": "caching",
+    "gpu_memory_utilization": "GPU",
+    "num_gpu_blocks_override": "override",
+    "kv_cache_memory_bytes": "bytes",
+}
 
 
 def engine_page(limits: Thresholds, checks: dict[str, Check]) -> dashboard.Dashboard:
@@ -85,6 +83,7 @@ def engine_page(limits: Thresholds, checks: dict[str, Check]) -> dashboard.Dashb
         "kvwatch / Engine",
         "One vLLM engine: the KV cache it should have and has, what happens to it, what to change.",
         since="1h",
+        one_instance=True,
     )
     sheet = Sheet(builder)
     _now(sheet, limits, checks)
@@ -93,6 +92,8 @@ def engine_page(limits: Thresholds, checks: dict[str, Check]) -> dashboard.Dashb
     _prefix_cache(sheet)
     _latency(sheet, limits, checks)
     _load(sheet, checks)
+    sheet.heading("Checks of the agent")
+    sheet.line(12, _statuses())
     return builder
 
 
@@ -103,7 +104,8 @@ def _now(sheet: Sheet, limits: Thresholds, checks: dict[str, Check]) -> None:
         4,
         figure(
             "Verdict of the agent",
-            f"max({queries.verdict()} < 3)\nor max({queries.verdict()})",
+            queries.verdict(),
+            legend=AGENT_LEGEND,
             unit=COUNT,
             about="The worst of the agent's checks.",
             none="no agent",
@@ -150,7 +152,8 @@ def _now(sheet: Sheet, limits: Thresholds, checks: dict[str, Check]) -> None:
         ),
         figure(
             "Cap in flight at",
-            f"min({queries.agent(IN_FLIGHT)})",
+            queries.agent(IN_FLIGHT),
+            legend=AGENT_LEGEND,
             unit=COUNT,
             about="What helps now without a restart: the number of requests in flight to allow at the gateway, as the "
             "agent works it out from today's request lengths. `kvwatch recommend` explains it.",
@@ -165,7 +168,7 @@ def _pressure(sheet: Sheet, limits: Thresholds, checks: dict[str, Check]) -> Non
         8,
         graph(
             "KV cache held",
-            [Query(expr=queries.value(KV_CACHE_USAGE), legend=LEGEND)],
+            [Query(expr=queries.value(KV_CACHE_USAGE), legend=ENGINE_LEGEND)],
             unit=RATIO,
             top=1,
             about="Share of the KV blocks that requests hold. Cached prefixes that nobody uses count as free.",
@@ -175,9 +178,9 @@ def _pressure(sheet: Sheet, limits: Thresholds, checks: dict[str, Check]) -> Non
         graph(
             "Requests",
             [
-                Query(expr=queries.value(REQUESTS_RUNNING), legend=f"running {LEGEND}"),
-                Query(expr=queries.value(REQUESTS_WAITING), legend=f"waiting {LEGEND}"),
-                Query(expr=queries.agent(CARRIED), legend=f"carried without preemption {AGENT_LEGEND}"),
+                Query(expr=queries.value(REQUESTS_RUNNING), legend=f"running {ENGINE_LEGEND}"),
+                Query(expr=queries.value(REQUESTS_WAITING), legend=f"waiting {ENGINE_LEGEND}"),
+                Query(expr=queries.agent(CARRIED), legend="carried without preemption {{engine}}"),
             ],
             unit=COUNT,
             about="In the batch, waiting, and, from the agent, how many of today's lengths the KV cache carries.",
@@ -185,7 +188,7 @@ def _pressure(sheet: Sheet, limits: Thresholds, checks: dict[str, Check]) -> Non
         ),
         graph(
             "Preemptions",
-            [Query(expr=queries.rate(PREEMPTIONS), legend=LEGEND)],
+            [Query(expr=queries.rate(PREEMPTIONS), legend=ENGINE_LEGEND)],
             unit=PER_SECOND,
             about="Requests thrown out of the batch for want of KV blocks. Their tokens are computed again.",
             checks=(checks["preemptions_sustained"],),
@@ -195,9 +198,10 @@ def _pressure(sheet: Sheet, limits: Thresholds, checks: dict[str, Check]) -> Non
         7,
         graph(
             "Preempted / finished",
-            [Query(expr=queries.preemptions_per_request(), legend=LEGEND)],
+            [Query(expr=queries.preemptions_per_request(), legend=ENGINE_LEGEND)],
             unit=RATIO,
             about="Preemptions for each request that finished.",
+            at_least=limits.preemptions_per_request_critical,
             checks=(checks["preemptions_sustained"],),
             limits=steps(
                 (GREEN, None),
@@ -206,14 +210,15 @@ def _pressure(sheet: Sheet, limits: Thresholds, checks: dict[str, Check]) -> Non
             ),
         ),
         graph(
-            "Tokens computed again (estimate)",
+            "Computed again (estimate)",
             [
-                Query(expr=queries.recomputed_tokens(), legend=f"again {LEGEND}"),
-                Query(expr=queries.tokens(), legend=f"useful {LEGEND}"),
+                Query(expr=queries.recomputed_tokens(), legend=f"again {ENGINE_LEGEND}"),
+                Query(expr=queries.tokens(), legend=f"counted {ENGINE_LEGEND}"),
             ],
             unit=TOKENS_PER_SECOND,
-            about="vLLM does not count them. Preemptions times the mean prompt and half of the mean answer of the "
-            "requests that finished; what the prefix cache still has is not computed again, so this is an upper bound.",
+            about="vLLM does not count what it computes again. Preemptions times the mean prompt and half of the mean "
+            "answer of the requests that finished: an upper bound, since what the prefix cache still has is not "
+            "computed again. Beside it what vLLM counts: each prompt once, and generated tokens.",
             checks=(checks["preemptions_sustained"],),
         ),
         graph(
@@ -221,11 +226,11 @@ def _pressure(sheet: Sheet, limits: Thresholds, checks: dict[str, Check]) -> Non
             [
                 Query(
                     expr=queries.value(REQUESTS_WAITING_BY_REASON, "{}", "reason"),
-                    legend=f"{{{{reason}}}} {LEGEND}",
+                    legend=f"{{{{reason}}}} {ENGINE_LEGEND}",
                 ),
                 Query(
                     expr=queries.rejections(),
-                    legend="refused per second: {{reason}} {{model_name}} {{instance}}",
+                    legend="refused /s: {{reason}}",
                 ),
             ],
             unit=COUNT,
@@ -242,15 +247,17 @@ def _budget(sheet: Sheet, limits: Thresholds, checks: dict[str, Check]) -> None:
         4,
         figure(
             "Blocks predicted",
-            f"max({queries.agent(BLOCKS)})",
+            queries.agent(BLOCKS),
+            legend=AGENT_LEGEND,
             unit=COUNT,
             decimals=0,
             about="KV blocks that model, flags and GPU should give, worked out by the agent (it needs --model).",
-            none=NO_AGENT,
+            none="no prediction",
         ),
         figure(
             "Blocks live",
-            f"max({queries.agent(LIVE_BLOCKS)})",
+            queries.agent(LIVE_BLOCKS),
+            legend=AGENT_LEGEND,
             unit=COUNT,
             decimals=0,
             about="KV blocks of one engine, as its page says. Without the agent, see the table below.",
@@ -258,7 +265,8 @@ def _budget(sheet: Sheet, limits: Thresholds, checks: dict[str, Check]) -> None:
         ),
         figure(
             "Live against predicted",
-            f"min({queries.agent(DEVIATION)})",
+            queries.agent(DEVIATION),
+            legend=AGENT_LEGEND,
             unit=RATIO,
             about="0 is as predicted, -10 % a tenth fewer.",
             checks=(checks["capacity_below_budget"],),
@@ -266,15 +274,17 @@ def _budget(sheet: Sheet, limits: Thresholds, checks: dict[str, Check]) -> None:
             none="no prediction",
         ),
         figure(
-            "Tokens the KV cache holds",
-            f"max({queries.agent(LIVE_TOKENS)})",
+            "Tokens it holds",
+            queries.agent(LIVE_TOKENS),
+            legend=AGENT_LEGEND,
             unit=COUNT,
             about="As vLLM counts them: its concurrency at the maximum length times that length.",
             none=NO_AGENT,
         ),
         figure(
-            "Requests of maximum length",
-            f"max({queries.agent(CONCURRENCY)})",
+            "Full-length requests",
+            queries.agent(CONCURRENCY),
+            legend=AGENT_LEGEND,
             unit=COUNT,
             about="How many requests of max_model_len fit at once. Below 1, one of them can never run.",
             checks=(checks["context_exceeds_capacity"],),
@@ -282,8 +292,9 @@ def _budget(sheet: Sheet, limits: Thresholds, checks: dict[str, Check]) -> None:
             none=NO_AGENT,
         ),
         figure(
-            "Carried without preemption",
-            f"min({queries.agent(CARRIED)})",
+            "Requests carried",
+            queries.agent(CARRIED),
+            legend=AGENT_LEGEND,
             unit=COUNT,
             decimals=0,
             about="Requests of today's lengths that the KV cache carries to their end.",
@@ -291,16 +302,22 @@ def _budget(sheet: Sheet, limits: Thresholds, checks: dict[str, Check]) -> None:
             none="not known",
         ),
     )
-    sheet.line(7, _as_vllm_says(), _proposed(), _statuses(), widths=(12, 6, 6))
+    sheet.line(5, _as_vllm_says(), _proposed(), widths=(15, 9))
 
 
 def _as_vllm_says() -> table.Panel:
     return rows(
         "KV cache as vLLM reports it",
-        [Query(expr=queries.value(CACHE_CONFIG_INFO, "{}", *POOL_LABELS[3:]), legend="Value")],
+        [
+            Query(
+                expr=queries.value(CACHE_CONFIG_INFO, "{}", *(label for label in POOL_LABELS if label != "engine")),
+                legend="Value",
+            )
+        ],
         about="Labels of cache_config_info. Data-parallel engines of one server write the sum of their blocks.",
-        order=POOL_LABELS,
-        hidden=("Value", "cluster", "namespace", "pod", "job", "model"),
+        order=tuple(POOL_LABELS),
+        renamed=POOL_LABELS,
+        hidden=("Value", "cluster", "namespace", "pod", "job", "instance", "model", "model_name"),
     )
 
 
@@ -314,12 +331,13 @@ def _proposed() -> table.Panel:
         hidden=("job", "instance", "target", "namespace", "pod", "cluster", "container", "endpoint", "service"),
         none="nothing proposed, or no kvwatch agent",
     )
-    flags = {metric: text.removeprefix("Proposed ").rstrip(".") for metric, text in RECOMMENDED.values()}
+    flags = {metric: setting.replace("_", " ") for setting, (metric, _) in RECOMMENDED.items()}
     found.override_by_name(
         name,
         [
             models.DynamicConfigValue(id_val="mappings", value=[words(flags)]),
             models.DynamicConfigValue(id_val="displayName", value="setting"),
+            models.DynamicConfigValue(id_val="custom.width", value=170),
         ],
     )
     return found
@@ -329,7 +347,7 @@ def _statuses() -> statetimeline.Panel:
     status = queries.agent(queries.AGENT_STATUS, by=("check",))
     return states(
         "Checks of the agent",
-        [Query(expr=status, legend="{{check}} {{engine}}")],
+        [Query(expr=status, legend="{{check}} {{target}} {{engine}}")],
         about="One band per check; `kvwatch explain CHECK` prints its runbook.",
         mappings=(VERDICTS,),
         none=NO_AGENT,
@@ -342,32 +360,32 @@ def _prefix_cache(sheet: Sheet) -> None:
     sheet.line(
         7,
         graph(
-            "Prompt tokens found in the prefix cache",
-            [Query(expr=queries.prefix_hit_ratio(), legend=LEGEND)],
+            "Prefix-cache hits",
+            [Query(expr=queries.prefix_hit_ratio(), legend=ENGINE_LEGEND)],
             unit=RATIO,
             top=1,
-            about="Share of the looked-up prompt tokens that the cache had. A prefix shorter than a block never hits.",
+            about="Share of the looked-up prompt tokens that were found. A prefix shorter than a block never hits.",
         ),
         graph(
-            "Looked up and found",
+            "Prefix-cache look-ups",
             [
-                Query(expr=queries.rate(PREFIX_CACHE_QUERIES), legend=f"looked up {LEGEND}"),
-                Query(expr=queries.rate(PREFIX_CACHE_HITS), legend=f"found {LEGEND}"),
+                Query(expr=queries.rate(PREFIX_CACHE_QUERIES), legend=f"looked up {ENGINE_LEGEND}"),
+                Query(expr=queries.rate(PREFIX_CACHE_HITS), legend=f"found {ENGINE_LEGEND}"),
             ],
             unit=TOKENS_PER_SECOND,
             about="Prompt tokens per second.",
         ),
         graph(
             "Blocks evicted",
-            [Query(expr=queries.rate(KV_BLOCK_LIFETIME, part="_count"), legend=LEGEND)],
+            [Query(expr=queries.rate(KV_BLOCK_LIFETIME, part="_count"), legend=ENGINE_LEGEND)],
             unit=PER_SECOND,
             about=sampled + "Turnover alone is no harm: an idle engine recycles blocks too.",
         ),
         graph(
-            "Idle before eviction, and gap between uses",
+            "Idle before eviction, reuse gap",
             [
-                Query(expr=queries.quantile(0.5, KV_BLOCK_IDLE_BEFORE_EVICT), legend=f"idle p50 {LEGEND}"),
-                Query(expr=queries.quantile(0.9, KV_BLOCK_REUSE_GAP), legend=f"gap p90 {LEGEND}"),
+                Query(expr=queries.quantile(0.5, KV_BLOCK_IDLE_BEFORE_EVICT), legend=f"idle p50 {ENGINE_LEGEND}"),
+                Query(expr=queries.quantile(0.9, KV_BLOCK_REUSE_GAP), legend=f"gap p90 {ENGINE_LEGEND}"),
             ],
             unit=SECONDS,
             about=sampled + "Blocks that go before their next use would have come cost hits.",
@@ -380,7 +398,9 @@ def _latency(sheet: Sheet, limits: Thresholds, checks: dict[str, Check]) -> None
     slow = steps((GREEN, None), (ORANGE, limits.queue_time_warning_seconds))
 
     def quantiles(metric: Metric) -> list[Query]:
-        return [Query(expr=queries.quantile(q, metric), legend=f"p{q * 100:g} {LEGEND}") for q in (0.5, 0.95, 0.99)]
+        return [
+            Query(expr=queries.quantile(q, metric), legend=f"p{q * 100:g} {ENGINE_LEGEND}") for q in (0.5, 0.95, 0.99)
+        ]
 
     sheet.line(
         7,
@@ -410,8 +430,8 @@ def _load(sheet: Sheet, checks: dict[str, Check]) -> None:
         graph(
             "Tokens",
             [
-                Query(expr=queries.rate(PROMPT_TOKENS), legend=f"prompt {LEGEND}"),
-                Query(expr=queries.rate(GENERATION_TOKENS), legend=f"generated {LEGEND}"),
+                Query(expr=queries.rate(PROMPT_TOKENS), legend=f"prompt {ENGINE_LEGEND}"),
+                Query(expr=queries.rate(GENERATION_TOKENS), legend=f"generated {ENGINE_LEGEND}"),
             ],
             unit=TOKENS_PER_SECOND,
             about="Prompt tokens processed and tokens generated.",
@@ -422,7 +442,7 @@ def _load(sheet: Sheet, checks: dict[str, Check]) -> None:
             [
                 Query(
                     expr=queries.rate(REQUEST_SUCCESS, queries.RATE, "finished_reason"),
-                    legend=f"{{{{finished_reason}}}} {LEGEND}",
+                    legend=f"{{{{finished_reason}}}} {ENGINE_LEGEND}",
                 )
             ],
             unit=PER_SECOND,
@@ -431,8 +451,8 @@ def _load(sheet: Sheet, checks: dict[str, Check]) -> None:
         graph(
             "Prompt length",
             [
-                Query(expr=queries.mean(REQUEST_PROMPT_TOKENS), legend=f"mean {LEGEND}"),
-                Query(expr=queries.quantile(0.95, REQUEST_PROMPT_TOKENS), legend=f"p95 {LEGEND}"),
+                Query(expr=queries.mean(REQUEST_PROMPT_TOKENS), legend=f"mean {ENGINE_LEGEND}"),
+                Query(expr=queries.quantile(0.95, REQUEST_PROMPT_TOKENS), legend=f"p95 {ENGINE_LEGEND}"),
             ],
             unit=COUNT,
             about="Tokens of the requests that finished.",
@@ -440,8 +460,8 @@ def _load(sheet: Sheet, checks: dict[str, Check]) -> None:
         graph(
             "Answer length",
             [
-                Query(expr=queries.mean(REQUEST_GENERATION_TOKENS), legend=f"mean {LEGEND}"),
-                Query(expr=queries.quantile(0.95, REQUEST_GENERATION_TOKENS), legend=f"p95 {LEGEND}"),
+                Query(expr=queries.mean(REQUEST_GENERATION_TOKENS), legend=f"mean {ENGINE_LEGEND}"),
+                Query(expr=queries.quantile(0.95, REQUEST_GENERATION_TOKENS), legend=f"p95 {ENGINE_LEGEND}"),
             ],
             unit=COUNT,
             about="Tokens of the requests that finished.",

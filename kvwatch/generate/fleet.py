@@ -99,7 +99,7 @@ def fleet(limits: Thresholds, checks: dict[str, Check]) -> dashboard.Dashboard:
             none="none, or no rules",
         ),
     )
-    sheet.line(9, _worst_first(limits, over))
+    sheet.line(8, _worst_first(limits, over))
     sheet.line(
         8,
         graph(
@@ -157,7 +157,7 @@ def fleet(limits: Thresholds, checks: dict[str, Check]) -> dashboard.Dashboard:
 
 def _worst_first(limits: Thresholds, over: str) -> table.Panel:
     """One row per engine. Preemptions first: they are the harm, and a queue or a full cache only leads to it."""
-    preemptions, share, queue, held = "Preemptions /s", "Preempted / finished", "Queue p95", "KV held"
+    preemptions, share, queue, held = "Preempts /s", "Per request", "Queue p95", "KV held"
     found = rows(
         "Engines, worst first",
         [
@@ -167,11 +167,12 @@ def _worst_first(limits: Thresholds, over: str) -> table.Panel:
             Query(expr=queries.value(KV_CACHE_USAGE), legend=held),
             Query(expr=queries.value(REQUESTS_WAITING), legend="Waiting"),
             Query(expr=queries.value(REQUESTS_RUNNING), legend="Running"),
-            Query(expr=queries.quantile(0.95, TIME_TO_FIRST_TOKEN, over), legend="First token p95"),
-            Query(expr=queries.rate(GENERATION_TOKENS, over), legend="Generated"),
+            Query(expr=queries.quantile(0.95, TIME_TO_FIRST_TOKEN, over), legend="TTFT p95"),
+            Query(expr=queries.rate(GENERATION_TOKENS, over), legend="Output"),
             Query(expr=queries.prefix_hit_ratio(over), legend="Prefix hits"),
         ],
-        about=f"Rates and quantiles over {over}, the rest now. Order: preemptions, queue time, KV cache held.",
+        about=f"Rates and quantiles over {over}, the rest now. Order: preemptions, queue time, KV cache held. "
+        "Per request: preemptions for each request that finished.",
         order=("model_name", "model", "instance", "engine"),
         hidden=("cluster", "namespace", "pod", "job"),
         sort=(preemptions, queue, held),
@@ -187,8 +188,8 @@ def _worst_first(limits: Thresholds, over: str) -> table.Panel:
     column(found, held, unit=RATIO, limits=steps(("transparent", None), (ORANGE, limits.kv_cache_saturated_ratio)))
     for name in ("Waiting", "Running"):
         column(found, name, unit=COUNT)
-    column(found, "First token p95", unit=SECONDS)
-    column(found, "Generated", unit=TOKENS_PER_SECOND)
+    column(found, "TTFT p95", unit=SECONDS)
+    column(found, "Output", unit=TOKENS_PER_SECOND)
     column(found, "Prefix hits", unit=RATIO)
     opens(found, "instance", ENGINE_PAGE, "Open this engine")
     return found
@@ -211,7 +212,8 @@ def _with_the_agent(sheet: Sheet, limits: Thresholds, checks: dict[str, Check]) 
             [Query(expr=queries.agent(DEVIATION), legend=AGENT_LEGEND)],
             unit=RATIO,
             bottom=None,
-            about="0 is as predicted from model, flags and GPU; -0.1 is a tenth fewer. Needs the agent's --model.",
+            about="0 is as predicted from model, flags and GPU; -10 % is a tenth fewer. Needs the agent's --model.",
+            none="no prediction",
             checks=(checks["capacity_below_budget"],),
             limits=steps((ORANGE, None), (GREEN, -limits.capacity_deviation_ratio)),
         ),

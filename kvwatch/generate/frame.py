@@ -14,8 +14,8 @@ EVERYTHING = ".*"
 """What "All" stands for: it matches an absent label too."""
 
 
-def framed(uid: str, title: str, about: str, *, since: str) -> dashboard.Dashboard:
-    """An empty dashboard over the last `since`, such as 1h."""
+def framed(uid: str, title: str, about: str, *, since: str, one_instance: bool = False) -> dashboard.Dashboard:
+    """An empty dashboard over the last `since`, such as 1h; of one instance, or of all until some are chosen."""
     builder = (
         dashboard.Dashboard(title)
         .uid(uid)
@@ -33,38 +33,48 @@ def framed(uid: str, title: str, about: str, *, since: str) -> dashboard.Dashboa
             .keep_time(True)
         )
     )
-    for variable in _variables():
+    for variable in _variables(one_instance=one_instance):
         builder.with_variable(variable)
     for annotation in _annotations():
         builder.annotation(annotation)
     return builder
 
 
-def _variables() -> list[dashboard.DatasourceVariable | dashboard.QueryVariable]:
+def _variables(*, one_instance: bool) -> list[dashboard.DatasourceVariable | dashboard.QueryVariable]:
     engines = names(REQUESTS_RUNNING)
+    of_instance = f'{{{engines},job=~"$job",instance=~"$instance"}}'
     return [
         dashboard.DatasourceVariable("datasource").label("Data source").type("prometheus"),
         _choice("job", "Job", f"label_values({{{engines}}}, job)"),
         _choice("model_name", "Model", f'label_values({{{engines},job=~"$job"}}, model_name)'),
-        _choice("instance", "Instance", f'label_values({{{engines},job=~"$job",model_name=~"$model_name"}}, instance)'),
-        _choice("engine", "Engine", f'label_values({{{engines},job=~"$job",instance=~"$instance"}}, engine)'),
-        _choice("target", "Agent's target", f'label_values({AGENT_STATUS}{{model_name=~"$model_name"}}, target)'),
+        _choice(
+            "instance",
+            "Instance",
+            f'label_values({{{engines},job=~"$job",model_name=~"$model_name"}}, instance)',
+            one=one_instance,
+        ),
+        _choice("engine", "Engine", f"label_values({of_instance}, engine)"),
+        # The pod of the instance has its agent beside it. Without pods it is empty, which matches an absent label.
+        _choice("pod", "Agent's pod", f"label_values({of_instance}, pod)", one=one_instance),
+        _choice("target", "Agent's target", f'label_values({AGENT_STATUS}{{pod=~"$pod"}}, target)'),
     ]
 
 
-def _choice(name: str, label: str, query: str) -> dashboard.QueryVariable:
-    return (
+def _choice(name: str, label: str, query: str, *, one: bool = False) -> dashboard.QueryVariable:
+    """A list of values: any number of them and at first all, or one, at first the first."""
+    found = (
         dashboard.QueryVariable(name)
         .label(label)
         .datasource(SOURCE)
         .query({"query": query, "refId": f"kvwatch-{name}"})
         .refresh(models.VariableRefresh.ON_TIME_RANGE_CHANGED)
         .sort(models.VariableSort.NATURAL_ASC)
-        .multi(True)
-        .include_all(True)
-        .all_value(EVERYTHING)
-        .current(models.VariableOption(selected=True, text=["All"], value=["$__all"]))
+        .allow_custom_value(True)
     )
+    if one:
+        return found.multi(False).include_all(False)
+    everything = models.VariableOption(selected=True, text=["All"], value=["$__all"])
+    return found.multi(True).include_all(True).all_value(EVERYTHING).current(everything)
 
 
 def _annotations() -> list[dashboard.AnnotationQuery]:

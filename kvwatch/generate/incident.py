@@ -60,9 +60,7 @@ def _reported() -> tuple[Panel, ...]:
         states(
             "Alerts and restarts",
             [
-                Query(
-                    expr=queries.alerts(), legend="{{alertname}} {{severity}} {{model_name}} {{instance}} {{engine}}"
-                ),
+                Query(expr=queries.alerts(), legend="{{alertname}} {{instance}} {{engine}} {{severity}}"),
                 Query(expr=f"2 * ({frame.restarts()} >bool 0)", legend="restart {{job}} {{instance}}"),
             ],
             about="Alerts of kvwatch's rules in this Prometheus, and restarts of engines.",
@@ -71,7 +69,7 @@ def _reported() -> tuple[Panel, ...]:
         ),
         states(
             "Checks of the agent",
-            [Query(expr=f"{status} > 0 < 3", legend="{{check}} {{model_name}} {{target}} {{engine}}")],
+            [Query(expr=f"{status} > 0 < 3", legend="{{check}} {{pod}} {{target}} {{engine}}")],
             about="Checks that were not ok.",
             mappings=(VERDICTS,),
             none="every check ok, or no kvwatch agent",
@@ -121,11 +119,12 @@ def _pool(limits: Thresholds, checks: dict[str, Check]) -> tuple[Panel, ...]:
             checks=(checks["preemptions_sustained"],),
         ),
         graph(
-            "Prompt tokens found in the prefix cache",
+            "Prefix-cache hits",
             [Query(expr=queries.prefix_hit_ratio(), legend=LEGEND)],
             unit=RATIO,
             top=1,
-            about="A fall at the start of an incident: the cache was lost, by a restart or by eviction.",
+            about="Share of the looked-up prompt tokens that were found. A fall at the start of an incident: the "
+            "cache was lost, by a restart or by eviction.",
         ),
     )
 

@@ -26,13 +26,17 @@ from kvwatch.finding import Status
 
 SOURCE = models.DataSourceRef(type_val="prometheus", uid="${datasource}")
 COLUMNS = 24
-GREEN, YELLOW, ORANGE, RED, GREY = "green", "yellow", "orange", "red", "#808080"
+AXIS_WIDTH = 75  # pixels; the same everywhere, so that times of panels one above the other align
+NARROW_COLUMN = 75  # pixels; the table of engines fits on a screen of 1280
+GREEN, ORANGE, RED, GREY = "green", "orange", "red", "#808080"
 
-TOKENS_PER_SECOND = "suffix: tok/s"
+TOKENS_PER_SECOND = "suffix:tok/s"
 PER_SECOND = "suffix:/s"
 RATIO = "percentunit"
 SECONDS = "s"
 COUNT = "short"
+# Without one, Grafana draws the axis of a line at zero up to 100.
+AT_LEAST = {PER_SECOND: 0.1, COUNT: 1, SECONDS: 0.1, TOKENS_PER_SECOND: 1}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,11 +68,15 @@ def graph(
     limits: dashboard.ThresholdsConfig | None = None,
     bottom: float | None = 0,
     top: float | None = None,
+    at_least: float | None = None,
+    none: str = "No data",
 ) -> timeseries.Panel:
-    """Lines over time; `limits` draws dashed lines where colours change."""
+    """Lines over time; `limits` draws dashed lines where colours change. The axis reaches `at_least`."""
     panel = (
         timeseries.Panel()
         .unit(unit)
+        .no_value(none)
+        .axis_width(AXIS_WIDTH)
         .line_width(1.5)
         .fill_opacity(8)
         .show_points(kinds.VisibilityMode.NEVER)
@@ -88,6 +96,8 @@ def graph(
         panel.min(bottom)
     if top is not None:
         panel.max(top)
+    if at_least is not None or unit in AT_LEAST:
+        panel.axis_soft_max(at_least if at_least is not None else AT_LEAST[unit])
     return _described(panel, title, queries, about, checks)
 
 
@@ -104,7 +114,7 @@ def figure(
     none: str = "no data",
     mappings: Sequence[models.ValueMapping] = (),
 ) -> stat.Panel:
-    """The latest value, large. Where there is none, `none` says so: missing is not zero."""
+    """The latest value, large; with a legend, one for each series. `none` says that there is none: that is not zero."""
     panel = (
         stat.Panel()
         .unit(unit)
@@ -112,7 +122,7 @@ def figure(
         .reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]).fields("").values(False))
         .graph_mode(kinds.BigValueGraphMode.NONE)
         .color_mode(kinds.BigValueColorMode.VALUE if limits is None else kinds.BigValueColorMode.BACKGROUND_SOLID)
-        .text_mode(kinds.BigValueTextMode.VALUE if not legend else kinds.BigValueTextMode.VALUE_AND_NAME)
+        .text_mode(kinds.BigValueTextMode.AUTO if legend else kinds.BigValueTextMode.VALUE)
         .thresholds(limits or steps(("text", None)))
     )
     if decimals is not None:
@@ -155,6 +165,7 @@ def rows(
     about: str,
     hidden: Sequence[str] = (),
     order: Sequence[str] = (),
+    renamed: Mapping[str, str] | None = None,
     sort: Sequence[str] = (),
     checks: Sequence[Check] = (),
     none: str = "no data",
@@ -166,6 +177,7 @@ def rows(
         .no_value(none)
         .cell_height(kinds.TableCellHeight.SM)
         .show_header(True)
+        .min_width(NARROW_COLUMN)
         .sort_by([common.TableSortByFieldState().display_name(name).desc(True) for name in sort])
         .transformations(
             [
@@ -175,7 +187,7 @@ def rows(
                     options={
                         "excludeByName": dict.fromkeys(("Time", *hidden), True),
                         "indexByName": {name: place for place, name in enumerate((*order, *columns))},
-                        "renameByName": columns,
+                        "renameByName": {**columns, **(renamed or {})},
                     },
                 ),
             ]

@@ -28,14 +28,19 @@ SELECTED = 'job=~"$job",model_name=~"$model_name",instance=~"$instance",engine=~
 
 # Where some are missing, the others tell engines apart. Triton writes `model` for `model_name`.
 ENGINE_LABELS = ("cluster", "namespace", "pod", "job", "instance", "model_name", "model", "engine")
-LEGEND = "{{model_name}}{{model}} {{instance}} {{engine}}"
-AGENT_LEGEND = "{{model_name}} {{target}} {{engine}}"
+LEGEND = "{{instance}} {{engine}} {{model_name}}{{model}}"
+ENGINE_LEGEND = "engine {{engine}}"
+"""Where one instance is chosen."""
+
+# One agent may watch many engines; beside each engine of a fleet stands one, and they all call theirs the same.
+AGENT_LABELS = ("cluster", "namespace", "pod", "target", "model_name", "engine")
+AGENT_LEGEND = "{{pod}} {{target}} {{engine}} {{model_name}}"
 
 RATE = "$__rate_interval"
 """Range of a rate that is drawn over time; Grafana makes it span at least four scrapes."""
 
 AGENT_STATUS = "kvwatch_check_status"
-AGENT_SELECTED = 'target=~"$target",model_name=~"$model_name",engine=~"$engine"'
+AGENT_SELECTED = 'pod=~"$pod",target=~"$target",model_name=~"$model_name",engine=~"$engine"'
 """The same selection among the agent's series, which name an engine's page `target`."""
 
 
@@ -124,14 +129,14 @@ def rejections(over: str = RATE) -> str:
 
 def agent(name: str, *, by: tuple[str, ...] = ()) -> str:
     """A figure of the kvwatch agent, one series per engine; no series without the agent."""
-    return f"max by ({', '.join((*by, 'target', 'model_name', 'engine'))}) ({name}{{{AGENT_SELECTED}}})"
+    return f"max by ({', '.join((*by, *AGENT_LABELS))}) ({name}{{{AGENT_SELECTED}}})"
 
 
 def verdict() -> str:
     """The agent's worst status per engine: 2 critical, 1 warning, 0 ok; 3 where every check is unknown."""
     unknown = Status.UNKNOWN.code
     status = f"{AGENT_STATUS}{{{AGENT_SELECTED}}}"
-    labels = "target, model_name, engine"
+    labels = ", ".join(AGENT_LABELS)
     return f"max by ({labels}) ({status} != {unknown})\nor max by ({labels}) ({status})"
 
 
