@@ -60,7 +60,7 @@ with = @if command -v $(1) >/dev/null; then echo '$(2)'; $(2); \
 
 lint-rules:
 	$(call with,promtool,promtool check rules alerts/*.rules.yaml)
-	$(call with,promtool,promtool check config deploy/prometheus/prometheus.yaml)
+	$(call with,promtool,promtool check config deploy/prometheus/scrape.yaml)
 	$(call with,amtool,amtool check-config deploy/prometheus/alertmanager.yaml)
 
 lint-deploy: $(VENV)/.dev
