@@ -4,15 +4,18 @@ Plain text, at most `width` columns, readable without colour. Colour only marks 
 """
 
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from kvwatch.checks import engine_stalled, kv_cache_saturated, preemptions_sustained
 from kvwatch.finding import Finding, Status
 from kvwatch.proposal import Recommendation
 from kvwatch.render.options_text import options_table
 from kvwatch.report import EngineReport, Report
 
 _MARK = {Status.OK: "ok", Status.UNKNOWN: "unknown", Status.WARNING: "WARNING", Status.CRITICAL: "CRITICAL"}
+# Without these an engine is not called fine.
+_DECIDING = frozenset(c.CHECK.id for c in (engine_stalled, preemptions_sustained, kv_cache_saturated))
 _COLOUR = {Status.OK: "32", Status.UNKNOWN: "36", Status.WARNING: "33", Status.CRITICAL: "1;31"}
 
 
@@ -40,13 +43,20 @@ def _headline(report: Report, *, width: int, colour: bool) -> str:
     if status in {Status.CRITICAL, Status.WARNING}:
         what = f"{bad[0].check}: {bad[0].summary}"
     else:
-        known = sum(finding.status is Status.OK for finding in findings)
-        what = f"{known} of {len(findings)} checks ok, {len(findings) - known} unknown; no problem found"
-        if known * 2 > len(findings):
-            status = Status.OK
+        status, what = _no_problem(findings)
     word = _MARK[status].upper()
     text = _wrap(f"{word}  {what} ({engines})", width=width, indent="  ", first="")
     return _paint(word, status, colour=colour) + text[len(word) :]
+
+
+def _no_problem(findings: Sequence[Finding]) -> tuple[Status, str]:
+    """OK where what would hurt now was judged, whatever else is unknown; else what was not judged, and why."""
+    unjudged = [f for f in findings if f.status is Status.UNKNOWN and f.check in _DECIDING]
+    if unjudged:
+        return Status.UNKNOWN, f"no problem found, but {unjudged[0].check} was not judged: {unjudged[0].summary}"
+    known = sum(finding.status is Status.OK for finding in findings)
+    unknown = f", {len(findings) - known} unknown" if known < len(findings) else ""
+    return Status.OK, f"{known} of {len(findings)} checks ok{unknown}; no problem found"
 
 
 def _engine(engine: EngineReport, *, width: int, colour: bool, recommendations_first: bool) -> str:
@@ -132,7 +142,7 @@ def _findings(findings: Iterable[Finding], *, width: int, colour: bool) -> str:
     lines = []
     for finding in ordered:
         head = f"  {_MARK[finding.status]:<9}{finding.check:<27}"
-        body = textwrap.wrap(finding.summary, max(20, width - len(head))) or [""]
+        body = textwrap.wrap(_shown(finding.summary), max(20, width - len(head)), break_on_hyphens=False) or [""]
         lines.append(_paint(head[:11], finding.status, colour=colour) + head[11:] + body[0])
         lines += [" " * len(head) + line for line in body[1:]]
     return "\n".join(lines)
@@ -205,20 +215,21 @@ def _seconds(value: float) -> str:
     return f"{value * 1000:.0f} ms" if value < 1 else f"{value:.1f} s"
 
 
-def _word(status: Status, *, colour: bool) -> str:
-    return _paint(_MARK[status].upper(), status, colour=colour)
-
-
 def _paint(text: str, status: Status, *, colour: bool) -> str:
     return f"\x1b[{_COLOUR[status]}m{text}\x1b[0m" if colour else text
 
 
 def _wrap(text: str, *, width: int, indent: str, first: str | None = None) -> str:
     return textwrap.fill(
-        text,
+        _shown(text),
         width,
         initial_indent=indent if first is None else first,
         subsequent_indent=indent,
         break_long_words=False,
         break_on_hyphens=False,
     )
+
+
+def _shown(text: str) -> str:
+    """Names come from pages: what would move the cursor or colour the terminal is not printed."""
+    return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)
