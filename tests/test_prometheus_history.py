@@ -189,6 +189,15 @@ def test_the_time_is_given_and_the_headers_are_sent() -> None:
     assert {request.headers["X-Scope-OrgID"] for request in requests} == {"team"}
 
 
+@pytest.mark.parametrize(("hours", "span"), [(1, "[3600000ms]"), (2, "[7200000ms:30s]"), (24, "[86400000ms:300s]")])
+def test_of_a_long_window_not_every_sample_is_fetched(hours: int, span: str) -> None:
+    asked: list[dict[str, list[str]]] = []
+    pages = series({NOW: engine_page()}, instance="a:8000")
+    with server(Anything({"*": api(pages, asked=asked)})) as address:
+        read_history(address, window_seconds=hours * 3600, now_seconds=NOW, notes=[])
+    assert asked[-1]["query"][0].endswith(span)
+
+
 @pytest.mark.parametrize(
     ("send", "says"),
     [

@@ -8,10 +8,11 @@ at every step until the next scrape, and an engine scraped once a minute would l
 Needs the extra `fleet`. prometheus-api-client leaves timeouts, sizes and errors to its session, so they are set here.
 """
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import unquote
 
@@ -24,6 +25,9 @@ CONNECT_SECONDS, READ_SECONDS, RETRIES = 3.0, 30.0, 1
 MAX_SERIES = 100_000
 """An engine has about 600. What its samples take is bounded by MAX_ANSWER_BYTES."""
 MAX_ANSWER_BYTES = 256 * 1024 * 1024
+
+# Of a longer window not every sample is fetched, unless &step= says so: 240 pages, but none more than five minutes apart.
+_RAW_SECONDS, _COARSEST_STEP_SECONDS = 3600.0, 300
 
 _MATCHER = r'[a-zA-Z_][a-zA-Z0-9_]*\s*(?:=~|!~|!=|=)\s*"(?:[^"\\]|\\.)*"'
 _SELECTOR = re.compile(rf"\{{\s*((?:{_MATCHER})(?:\s*,\s*(?:{_MATCHER}))*)?\s*,?\s*\}}")
@@ -92,6 +96,8 @@ def read_history(
     refused query, too many series, nothing found.
     """
     history = parse_history(where)
+    if history.step is None and window_seconds > _RAW_SECONDS:
+        history = replace(history, step=f"{min(_COARSEST_STEP_SECONDS, math.ceil(window_seconds / 240))}s")
     client = _client(history.address, dict(headers or {}))
     query = history.query(window_seconds)
     # last_over_time keeps the names, so that series are counted and not merged
