@@ -1,5 +1,6 @@
 """Every scenario judged twice: by the checks and, through promtool, by the alert rules."""
 
+import json
 import subprocess
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from parts import binary
 from scenario_file import FIRING, Scenario
 
 from kvwatch import checks
+from kvwatch.exposition import read_samples
 from kvwatch.finding import Status
 from kvwatch.generate import rules
 from kvwatch.thresholds import DEFAULTS, Thresholds
@@ -132,6 +134,50 @@ def test_a_changed_threshold_is_noticed_by_the_alerts(mutation: Mutation, tmp_pa
     done = promtool(tmp_path, test)
     assert 1 == done.returncode
     assert "FAILED" in done.stderr
+
+
+CAPTURES = Path(__file__).parent / "data" / "captures"
+SHORT = replace(  # a recording of 38 seconds, judged at its end
+    DEFAULTS,
+    alert_range_seconds=30,
+    alert_for_seconds=0,
+    alert_critical_for_seconds=0,
+    alert_keep_firing_seconds=0,
+    alert_critical_keep_firing_seconds=0,
+)
+
+
+def recorded(name: str) -> Scenario:
+    """A capture of a real engine, one page every two seconds, as a scenario."""
+    pages = [read_samples(page.read_text()) for page in sorted((CAPTURES / name).glob("*.prom"))]
+    columns: dict[str, list[str]] = {}
+    for step, page in enumerate(pages):
+        for sample in page:
+            labels = ",".join(f"{key}={json.dumps(value)}" for key, value in sorted(sample.labels.items()))
+            columns.setdefault(f"{sample.name}{{{labels}}}", ["_"] * len(pages))[step] = repr(sample.value)
+    series = {key: " ".join(values) for key, values in columns.items()}
+    return Scenario(name=name, reason="recorded", interval_seconds=2, series=series, expect={})
+
+
+@pytest.mark.parametrize(
+    ("name", "alarms"),
+    [
+        ("healthy", set()),
+        ("prefix", set()),
+        ("thrash", {"preemptions_sustained", "kv_cache_saturated", "requests_queueing"}),
+    ],
+)
+def test_a_recorded_engine_is_judged_alike_by_both(name: str, alarms: set[str], tmp_path: Path) -> None:
+    scenario = recorded(name)
+    (found,) = scenario_file.findings(scenario, SHORT).values()
+    assert alarms == {finding.check for finding in found if finding.status in FIRING} - {"concurrency_oversubscribed"}
+    expected = [{"labels": f'{{check="{check}"}}', "value": 1} for check in sorted(alarms)]
+    test = scenario_file.promtool_test(scenario, rule_file(tmp_path, SHORT), GROUPS)
+    test["evaluation_interval"] = "2s"
+    query = {"expr": 'group by (check) (ALERTS{alertstate="firing"})', "eval_time": "38s", "exp_samples": expected}
+    test["tests"][0]["promql_expr_test"] = [query]
+    done = promtool(tmp_path, test)
+    assert 0 == done.returncode, done.stderr
 
 
 def test_every_check_has_one_scenario_that_fires_and_two_that_do_not() -> None:
