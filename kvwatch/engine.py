@@ -9,41 +9,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from kvwatch.device import Device, batch_defaults
 from kvwatch.errors import SettingError
 from kvwatch.kv_dtypes import ELEMENT_BYTES, check_kv_cache_dtype
 from kvwatch.model.spec import ModelSpec
 from kvwatch.versions import EARLIEST_KNOWN, LATEST_KNOWN, Rules, Version, rules_of, version_text
 
-_GIB = 1 << 30
+__all__ = ["Device", "EngineConfig", "ResolvedEngine", "Source", "resolve"]
+
 _SPARSE_DTYPES = {"fp8": "fp8_ds_mla", "fp8_e4m3": "fp8_ds_mla"}
 _LOCAL = frozenset({"sliding_window", "chunked_local"})
+_WITH_HEADS = frozenset({"full", "sliding_window", "chunked_local", "cross"})
 _MTP = frozenset({None, "mtp", "deepseek_mtp", "qwen3_next_mtp", "glm4_moe_mtp", "mimo_mtp", "ernie_mtp"})
 _SYNCHRONOUS = frozenset({"ngram", "suffix", "medusa", "mlp_speculator"})
 _WITHOUT_LAYERS = frozenset({"ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"})
 Source = Literal["given", "observed", "derived", "assumed"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Device:
-    """The GPU as vLLM sees it: name and total memory as the driver reports them, compute capability (major, minor)."""
-
-    name: str
-    memory_bytes: int
-    capability: tuple[int, int] | None = None
-
-    @property
-    def is_cpu(self) -> bool:
-        return self.name.lower() == "cpu"
-
-    @property
-    def is_amd(self) -> bool:
-        """On ROCm vLLM has other kernels, and `capability` is not CUDA's."""
-        return self.name.upper().startswith("AMD")
-
-    @property
-    def cuda_major(self) -> int:
-        """The major compute capability, 0 where there is none or it is not known."""
-        return 0 if self.capability is None or self.is_amd else self.capability[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,11 +252,34 @@ def _check_parallelism(engine: EngineConfig, model: ModelSpec) -> None:
     stages, layers = engine.pipeline_parallel_size, len(model.layers)
     if stages > max(1, layers):
         raise SettingError(f"--pipeline-parallel-size {stages} is more than the model's {layers} layers")
-    shards = engine.decode_context_parallel_size
+    for kv_heads in {cache.kv_heads for cache, _ in model.kind_counts if cache.kind in _WITH_HEADS}:
+        if max(kv_heads, ranks) % min(kv_heads, ranks):
+            raise SettingError(
+                f"--tensor-parallel-size {ranks} and the model's {kv_heads} KV heads do not divide each other; vLLM "
+                "would refuse to start"
+            )
+    if engine.decode_context_parallel_size > 1:
+        _check_context_parallelism(engine, model)
+
+
+def _check_context_parallelism(engine: EngineConfig, model: ModelSpec) -> None:
+    """ModelConfig.verify_with_parallel_config and SlidingWindowSpec (vllm/v1/kv_cache_interface.py)."""
+    shards, ranks = engine.decode_context_parallel_size, engine.tensor_parallel_size
     if ranks % shards:
         raise SettingError(
             f"--decode-context-parallel-size {shards} does not divide --tensor-parallel-size {ranks}; vLLM would "
             "refuse to start"
+        )
+    if model.kinds & _LOCAL:
+        raise SettingError(
+            f"--decode-context-parallel-size {shards} does not work with sliding windows or chunks; vLLM would refuse "
+            "to start"
+        )
+    heads = max((cache.kv_heads for cache, _ in model.kind_counts if cache.kind == "full"), default=1)
+    if ranks // heads < shards:
+        raise SettingError(
+            f"--decode-context-parallel-size {shards} needs {shards} ranks for each of the model's {heads} KV heads, "
+            f"but --tensor-parallel-size is {ranks}; vLLM would refuse to start"
         )
 
 
@@ -307,7 +310,8 @@ def _kv_cache_dtype(engine: EngineConfig, model: ModelSpec) -> str:
 
 def _batch_limits(engine: EngineConfig, max_model_len: int) -> tuple[int, int]:
     """max_num_seqs and max_num_batched_tokens of an API server."""
-    tokens, seqs = _batch_defaults(engine, max_model_len)
+    world = engine.pipeline_parallel_size * engine.tensor_parallel_size
+    tokens, seqs = batch_defaults(engine.device, engine.vllm_version, ranks=world, max_model_len=max_model_len)
     if engine.performance_mode == "throughput" and engine.vllm_version >= (0, 17):
         tokens, seqs = tokens * 2, seqs * 2
     seqs = engine.max_num_seqs if engine.max_num_seqs is not None else seqs
@@ -320,26 +324,6 @@ def _batch_limits(engine: EngineConfig, max_model_len: int) -> tuple[int, int]:
     if engine.max_num_seqs is None:
         seqs = min(seqs, tokens)
     return seqs, tokens
-
-
-def _batch_defaults(engine: EngineConfig, max_model_len: int) -> tuple[int, int]:
-    """(max_num_batched_tokens, max_num_seqs) by version, memory and name of the device."""
-    version, device = engine.vllm_version, engine.device
-    if device is not None and device.is_cpu:
-        world = engine.pipeline_parallel_size * engine.tensor_parallel_size
-        return 2048 * world, 128 * world
-    name = device.name.lower() if device else ""
-    memory = device.memory_bytes if device else 0
-    small, large = (2048, 256), (8192, 1024)
-    if version < (0, 7):
-        return max(max_model_len, 2048), 256
-    if version < (0, 8):
-        return (8192, 256) if "h100" in name or "h200" in name else small
-    if version >= (0, 29) and memory >= 160 * _GIB:
-        return 16384, 1024
-    # A100s got slower with the large values (0.9); a GB10's memory is the CPU's too (0.33).
-    is_small = (version >= (0, 9) and "a100" in name) or (version >= (0, 33) and "gb10" in name)
-    return large if memory >= 70 * _GIB and not is_small else small
 
 
 def _is_asynchronous(engine: EngineConfig, rules: Rules) -> bool:

@@ -166,6 +166,10 @@ def test_prefix_caching_and_state_blocks_by_kind_of_model() -> None:
         ({"tensor_parallel_size": 0}, "--tensor-parallel-size is 0"),
         ({"pipeline_parallel_size": 33}, "more than the model's 32 layers"),
         ({"tensor_parallel_size": 4, "decode_context_parallel_size": 3}, "does not divide --tensor-parallel-size 4"),
+        (
+            {"tensor_parallel_size": 4, "decode_context_parallel_size": 2},
+            "needs 2 ranks for each of the model's 8 KV heads",
+        ),
         ({"gpu_memory_utilization": 0.0}, "--gpu-memory-utilization is 0.0"),
         ({"gpu_memory_utilization": 1.5}, "--gpu-memory-utilization is 1.5"),
         ({"watermark": 1.0}, "--watermark is 1.0"),
@@ -181,6 +185,27 @@ def test_prefix_caching_and_state_blocks_by_kind_of_model() -> None:
 def test_settings_that_vllm_refuses_are_refused_by_name(flags: dict[str, Any], words: str) -> None:
     with pytest.raises(SettingError, match=words):
         resolve(EngineConfig(**flags), budget_cases.model("Llama-3.1-8B"))
+
+
+def test_heads_and_ranks_have_to_divide_each_other() -> None:
+    phi4 = read_model(
+        {
+            "architectures": ["Phi3ForCausalLM"],
+            "num_hidden_layers": 40,
+            "num_attention_heads": 40,
+            "num_key_value_heads": 10,
+            "hidden_size": 5120,
+        }
+    )
+    assert resolve(EngineConfig(tensor_parallel_size=2), phi4).tensor_parallel_size == 2
+    with pytest.raises(SettingError, match="--tensor-parallel-size 4 and the model's 10 KV heads do not divide"):
+        resolve(EngineConfig(tensor_parallel_size=4), phi4)
+
+
+def test_context_parallelism_does_not_work_with_windows() -> None:
+    engine = EngineConfig(tensor_parallel_size=8, decode_context_parallel_size=8)
+    with pytest.raises(SettingError, match="does not work with sliding windows"):
+        resolve(engine, budget_cases.model("gpt-oss-20b"))
 
 
 def test_a_version_outside_those_read_is_said_to_be_so() -> None:
