@@ -26,7 +26,7 @@ MAX_SERIES = 100_000
 """An engine has about 600. What its samples take is bounded by MAX_ANSWER_BYTES."""
 MAX_ANSWER_BYTES = 256 * 1024 * 1024
 
-# Of a longer window not every sample is fetched, unless &step= says so: 240 pages, but none more than five minutes apart.
+# Of a longer window not every sample is fetched, unless &step= says so: 240 pages, at most five minutes apart.
 _RAW_SECONDS, _COARSEST_STEP_SECONDS = 3600.0, 300
 
 _MATCHER = r'[a-zA-Z_][a-zA-Z0-9_]*\s*(?:=~|!~|!=|=)\s*"(?:[^"\\]|\\.)*"'
