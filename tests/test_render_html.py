@@ -103,8 +103,8 @@ def test_what_was_simulated_is_a_table_relative_to_the_present_settings() -> Non
         re.findall(r"<t[dh][^>]*>([^<]*)", row) for row in page.split("<tr>") if "0.41" in row or "gateway 19" in row
     ]
     assert rows == [
-        ["now", "", "0", "0.41", "100%", "", ""],
-        ["gateway 19", "", "0", "0.14", "100%", "60%", ""],
+        ["now", "0.41", "100%", "", "0", "", ""],
+        ["gateway 19", "0.14", "100%", "", "0", "60%", ""],
     ]
 
 

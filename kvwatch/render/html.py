@@ -269,14 +269,14 @@ def _options(options: Sequence[SettingOption], basis: SimulationBasis | None) ->
     """What each combination of settings did in the simulation, relative to the present ones."""
     if basis is None or not options:
         return ""
-    heads = ("", "max-num-seqs", "watermark", "preempted/request", "tokens/s", "TTFT p99", "ITL p99")
+    heads = ("", "preempt/req", "tokens/s", "max-num-seqs", "watermark", "TTFT p99", "ITL p99")
     rows = []
     for option in options:
         cells = (
-            _count(option.max_num_seqs),
-            f"{option.watermark:g}",
             _rate(option.preemptions_per_request),
             _share(option.output_throughput_ratio),
+            _count(option.max_num_seqs),
+            f"{option.watermark:g}",
             _share(option.ttft_p99_ratio),
             _share(option.itl_p99_ratio),
         )

@@ -60,7 +60,7 @@ td, th { text-align: left; padding: .3rem .6rem .3rem 0; border-bottom: 1px soli
 td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; }
 .fleet th, .fleet .number, .fleet .word { white-space: nowrap; }
 .scroll { overflow-x: auto; }
-.scroll th { white-space: nowrap; }
+.scroll th, .scroll td { white-space: nowrap; }
 .rest { margin-top: .8rem; }
 footer { padding-top: 1rem; padding-bottom: 2rem; }
 @media (max-width: 30rem) {
