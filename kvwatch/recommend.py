@@ -2,22 +2,24 @@
 
 The only place where proposals are settled, so that none contradicts another: what works now first (a cap of the
 requests in flight, at the gateway), then the flags for the next rollout, both chosen by one objective from the same
-simulated load. Where the present settings are as good as any tried, nothing is proposed. So the answer, once applied,
-is not followed by its opposite. Where the load cannot be reconstructed, `analytic` estimates by formula.
+simulated load. Where the present settings are as good as any tried, nothing is proposed. While requests are preempted,
+no cap is raised and no watermark lowered: the answer, once applied, is not followed by its opposite. Where the load
+cannot be reconstructed, `analytic` estimates by formula.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvwatch.analytic import estimate
 from kvwatch.checks.check import EngineView
-from kvwatch.checks.concurrency_oversubscribed import lasting_in_flight
+from kvwatch.checks.concurrency_oversubscribed import peak_in_flight
 from kvwatch.cost import CostFit, assumed_cost, fit_cost, seconds_per_step, tokens_per_step
 from kvwatch.errors import NoData, SettingError
 from kvwatch.finding import Finding, Status
 from kvwatch.flag_releases import has_flag
 from kvwatch.objective import Objective
 from kvwatch.proposal import (
+    HARM,
     Confidence,
     Proposals,
     Recommendation,
@@ -49,7 +51,7 @@ def recommend(
     if not because:
         return Proposals(withheld=unjudged(findings))
     try:
-        study = _study(view, objective)
+        study = _study(view, objective, may_loosen=HARM[0] not in because)
     except (NoData, SettingError) as missing:
         known = estimate(view, findings, limits)
         reason = f"not simulated: {missing}"
@@ -101,14 +103,13 @@ def trial_of(view: EngineView, load: OfferedLoad) -> tuple[Trial, CostFit | None
     )
     if fit is None:
         return trial, None
-    return Trial(
-        settings=trial.settings, cost=fit.cost, draws=trial.draws, clients=trial.clients, version=trial.version
-    ), fit
+    return replace(trial, cost=fit.cost), fit
 
 
-def _study(view: EngineView, objective: Objective) -> _Study:
+def _study(view: EngineView, objective: Objective, *, may_loosen: bool) -> _Study:
     load = offered_load(view)
     trial, fit = trial_of(view, load)
+    trial = replace(trial, may_loosen=may_loosen)
     finished = view.window.increase(REQUEST_SUCCESS)
     return _Study(
         load=load,
@@ -140,8 +141,9 @@ class _Answer:
         study = self._study
         made: list[Recommendation] = []
         withheld: list[Withheld] = []
-        if study.gateway.is_change_worth_it:
-            made.append(self._gateway(study.gateway))
+        gateway = self._gateway(study.gateway)
+        if study.gateway.is_change_worth_it and gateway.current is not None and gateway.proposed < gateway.current:
+            made.append(gateway)
         elif study.flags.is_change_worth_it:
             reason = "no cap of the requests in flight does better than the present settings"
             withheld.append(Withheld(setting="gateway_max_in_flight", reason=reason))
@@ -188,7 +190,7 @@ class _Answer:
         return Recommendation(
             setting="gateway_max_in_flight",
             flag=None,
-            current=int(lasting_in_flight(self._view.window.last(self._limits.hold_seconds))),
+            current=int(peak_in_flight(self._view.window.last(self._limits.hold_seconds))),
             proposed=cap,
             apply="now",
             because=self._because,

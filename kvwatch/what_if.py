@@ -241,11 +241,11 @@ class _Search:
         now = self._now.settings
         best = self._simplest(self._chosen(tried))
         families = {
-            "watermark alone": [one for one in tried if one.settings.max_num_seqs == now.max_num_seqs],
-            "max_num_seqs alone": [one for one in tried if one.settings.watermark == now.watermark],
+            "watermark only": [one for one in tried if one.settings.max_num_seqs == now.max_num_seqs],
+            "max_num_seqs only": [one for one in tried if one.settings.watermark == now.watermark],
         }
         alternatives = [(name, self._chosen(family)) for name, family in families.items()]
-        alternatives.append(("fewest preemptions", self._chosen(tried, "stability")))
+        alternatives.append(("calmest", self._chosen(tried, "stability")))
         return Outcome(now=self._now, best=best, alternatives=_distinct(alternatives, seen=(self._now, best)))
 
     def calmest(self, kept_ratio: float) -> Tried:

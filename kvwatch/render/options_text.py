@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from kvwatch.proposal import SettingOption, SimulationBasis
 
-_HEADS = ("", "max-num-seqs", "watermark", "preempted/request", "tokens/s", "TTFT p99", "ITL p99")
+_HEADS = ("", "seqs", "watermark", "preempted/req", "tokens/s", "TTFT p99", "ITL p99")
 _HEADS_WITHOUT_TIME = (*_HEADS[:4], "tokens/s*", "steps")
 
 
@@ -42,12 +42,11 @@ def _footing(basis: SimulationBasis) -> str:
 
 
 def _row(option: SettingOption, *, timed: bool) -> tuple[str, ...]:
-    name = option.name
+    name = option.name.replace("max_num_seqs", "seqs")
     if option.gateway_max_in_flight is not None:
         name = f"gateway {option.gateway_max_in_flight}"
-    calm = f"{option.preemptions_per_request:.2f}"
-    if option.preemptions_per_request_low != option.preemptions_per_request_high:
-        calm += f" ({option.preemptions_per_request_low:.2f}-{option.preemptions_per_request_high:.2f})"
+    spread = (option.preemptions_per_request_high - option.preemptions_per_request_low) / 2
+    calm = f"{option.preemptions_per_request:.2f} ±{spread:.2f}"
     return (
         name,
         "-" if option.max_num_seqs is None else f"{option.max_num_seqs}",

@@ -1,0 +1,233 @@
+"""Proposals that rest on a simulation of the engine's load."""
+
+import json
+import random
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import pytest
+from fake_engine import FakeEngine
+from pages import capture
+
+from kvwatch.capacity import EngineFacts
+from kvwatch.flag_releases import FIRST_RELEASE, has_flag
+from kvwatch.objective import CALM_PREEMPTIONS_PER_REQUEST, Objective
+from kvwatch.proposal import SettingOption
+from kvwatch.render.data import report_data, to_json
+from kvwatch.render.text import report_text
+from kvwatch.report import EngineReport, Report, report
+from kvwatch.simulation import CostModel, Request, SchedulerSettings
+from kvwatch.versions import parse_version, version_text
+from kvwatch.window import Window
+
+POOL = SchedulerSettings(num_gpu_blocks=256, block_size=128, max_model_len=4096, max_num_seqs=256)
+COST = CostModel(step_seconds=0.0055, per_token_seconds=9e-5)
+ROOMY = SchedulerSettings(num_gpu_blocks=4096, block_size=16, max_model_len=4096, max_num_seqs=8)
+
+
+@lru_cache(maxsize=16)
+def played(settings: SchedulerSettings = POOL, clients: int = 28) -> Window:
+    """280 requests of 900 to 1,500 tokens, answered with 600 to 1,200."""
+    rng = random.Random(17)
+    requests = [Request(prompt_tokens=rng.randint(900, 1500), output_tokens=rng.randint(600, 1200)) for _ in range(280)]
+    return FakeEngine(settings, COST, requests, clients=clients).window()
+
+
+def judged(window: Window, *, objective: Objective = "balanced", **facts: Any) -> Report:
+    return report([window], facts={window.key.target: EngineFacts(**facts)}, simulate=True, objective=objective)
+
+
+def asked(window: Window, *, objective: Objective = "balanced", **facts: Any) -> EngineReport:
+    (engine,) = judged(window, objective=objective, **facts).engines
+    return engine
+
+
+def proposed(engine: EngineReport) -> dict[str, float]:
+    return {made.setting: made.proposed for made in engine.recommendations}
+
+
+def option(engine: EngineReport, name: str) -> SettingOption:
+    return next(option for option in engine.options if option.name == name)
+
+
+def applied(engine: EngineReport) -> SchedulerSettings:
+    changes = proposed(engine)
+    return replace(
+        POOL,
+        max_num_seqs=int(changes.get("max_num_seqs", POOL.max_num_seqs)),
+        watermark=changes.get("watermark", POOL.watermark),
+    )
+
+
+# What is proposed ----------------------------------------------------------------------------------------------------
+
+
+def test_thrashing_ends_at_no_loss_of_throughput() -> None:
+    best = option(asked(played()), "proposed")
+    now = option(asked(played()), "now")
+    assert now.preemptions_per_request > 0.5
+    assert best.preemptions_per_request < 0.1 * now.preemptions_per_request
+    assert best.output_throughput_ratio >= 0.97
+
+
+def test_the_simulation_reproduces_what_was_seen() -> None:
+    basis = asked(played()).simulation
+    assert basis is not None
+    assert basis.simulated_preemptions_per_request == pytest.approx(basis.observed_preemptions_per_request, rel=0.2)
+    assert basis.cost_error_ratio is not None
+    assert basis.cost_error_ratio < 0.1
+
+
+def test_what_works_now_comes_before_flags() -> None:
+    engine = asked(played())
+    assert [made.apply for made in engine.recommendations] == ["now", "restart", "restart"]
+    assert engine.recommendations[0].setting == "gateway_max_in_flight"
+    assert engine.recommendations[0].current == 28
+
+
+def test_the_same_window_gives_the_same_answer() -> None:
+    assert asked(played()) == asked(played())
+
+
+def test_a_stable_engine_is_had_for_the_asking() -> None:
+    engine = asked(played(), objective="stability")
+    assert option(engine, "proposed").preemptions_per_request <= CALM_PREEMPTIONS_PER_REQUEST
+
+
+def test_with_latency_as_the_objective_first_tokens_do_not_come_later() -> None:
+    engine = asked(played(), objective="latency")
+    best = next((o for o in engine.options if o.name == "proposed"), option(engine, "now"))
+    assert best.ttft_p99_ratio is not None
+    assert best.ttft_p99_ratio <= 1.0
+    assert best.output_throughput_ratio >= 0.97
+
+
+def test_a_cap_that_is_reached_with_room_in_the_pool_is_raised() -> None:
+    engine = asked(played(ROOMY, 40))
+    assert proposed(engine)["max_num_seqs"] > 8
+    assert option(engine, "proposed").output_throughput_ratio > 1.2
+    (made,) = [made for made in engine.recommendations if made.setting == "max_num_seqs"]
+    assert (made.current, made.because) == (8, ("sequence_cap_reached",))
+
+
+# When nothing is proposed --------------------------------------------------------------------------------------------
+
+
+def test_the_answer_applied_is_not_followed_by_another() -> None:
+    """The flags are set and the same clients come: whatever remains of preemptions, nothing does better."""
+    first = asked(played())
+    settings = applied(first)
+    again = asked(played(settings), max_num_seqs=settings.max_num_seqs, watermark=settings.watermark)
+    assert proposed(again) == {}
+
+
+def test_the_cap_at_the_gateway_applied_is_never_lifted_again() -> None:
+    """A few preemptions may remain, and a little more of the same be proposed, until there is nothing to say."""
+    cap = int(proposed(asked(played()))["gateway_max_in_flight"])
+    for _ in range(3):
+        again = proposed(asked(played(POOL, cap)))
+        if not again:
+            break
+        assert again["gateway_max_in_flight"] < cap
+        cap = int(again["gateway_max_in_flight"])
+    assert again == {}
+
+
+def test_an_engine_that_is_fine_is_not_simulated() -> None:
+    engine = asked(played(replace(POOL, num_gpu_blocks=1024)))
+    assert (engine.recommendations, engine.withheld, engine.options, engine.simulation) == ((), (), (), None)
+
+
+def test_a_report_simulates_only_where_asked() -> None:
+    (engine,) = report([played()]).engines
+    assert engine.options == ()
+    assert {made.predicted["method"] for made in engine.recommendations} == {"analytic"}
+
+
+# Flags and versions --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("version", sorted({version_text(v) for v in FIRST_RELEASE.values()} | {"0.23.0", "0.33.0"}))
+def test_no_flag_is_proposed_before_the_release_that_has_it(version: str) -> None:
+    engine = asked(played(), vllm_version=version)
+    made = [made.setting for made in engine.recommendations if made.apply == "restart"]
+    assert made
+    assert all(has_flag(setting, parse_version(version)) for setting in made)
+    assert ("watermark" in made) <= (parse_version(version) >= (0, 24))
+    notes = " ".join(made.note for made in engine.recommendations)
+    assert ("--max-num-active-seqs" in notes) <= (parse_version(version) >= (0, 31))
+
+
+def test_an_unknown_version_has_only_what_all_have() -> None:
+    assert [setting for setting in FIRST_RELEASE if has_flag(setting, None)] == [
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "gpu_memory_utilization",
+        "kv_cache_dtype",
+        "max_model_len",
+        "enable_prefix_caching",
+        "tensor_parallel_size",
+    ]
+
+
+# What it rests on ----------------------------------------------------------------------------------------------------
+
+
+def test_without_a_fitted_cost_no_time_is_claimed() -> None:
+    """The machine of the capture was busy with other work: the same steps took now 10 ms, now 170 ms."""
+    engine = asked(capture("thrash"))
+    assert engine.simulation is not None
+    assert engine.simulation.cost_error_ratio is None
+    best = option(engine, "proposed")
+    assert best.output_tokens_per_second is None
+    assert (best.ttft_p50_ratio, best.ttft_p99_ratio, best.itl_p50_ratio, best.itl_p99_ratio) == (None,) * 4
+    assert best.steps_ratio > 1.0
+    assert all(made.predicted["cost"] == "assumed" for made in engine.recommendations)
+    assert "high" not in {made.confidence for made in engine.recommendations}
+
+
+def test_a_load_that_cannot_be_reconstructed_is_estimated_by_formula() -> None:
+    window = played()
+    without = Window(
+        tuple(
+            replace(s, histograms={k: h for k, h in s.histograms.items() if k != "request_prompt_tokens"})
+            for s in window.snapshots
+        )
+    )
+    engine = asked(without)
+    assert engine.options == ()
+    assert any(held.reason.startswith("not simulated: ") for held in engine.withheld)
+
+
+def test_the_present_settings_are_the_measure() -> None:
+    now = option(asked(played()), "now")
+    assert now.output_throughput_ratio == now.steps_ratio == now.ttft_p99_ratio == 1.0
+    assert now.max_num_seqs is None  # 256 is vLLM's default, and was never reached
+
+
+# How it is shown -----------------------------------------------------------------------------------------------------
+
+
+def test_json_has_every_option_with_its_figures() -> None:
+    document = json.loads(to_json(report_data(judged(played()))))
+    (engine,) = document["engines"]
+    assert [row["name"] for row in engine["options"]][:3] == ["now", "proposed", "gateway"]
+    assert {"max_num_seqs", "watermark", "preemptions_per_request", "itl_p99_ratio"} <= engine["options"][0].keys()
+    assert {"name": "clients", "value": 28, "origin": "derived"} in engine["simulation"]["inputs"]
+
+
+@pytest.mark.parametrize("name", ["fitted", "assumed"])
+def test_the_table_fits_eighty_columns(name: str) -> None:
+    text = report_text(
+        judged(played() if name == "fitted" else capture("thrash")), width=80, recommendations_first=True
+    )
+    assert max(map(len, text.splitlines())) <= 80
+    assert "\n    now  " in text
+    assert "\n    proposed  " in text
+
+
+def test_flags_that_belong_together_are_one_entry() -> None:
+    text = report_text(judged(played()), width=100, recommendations_first=True)
+    changes = proposed(asked(played()))
+    assert f"--max-num-seqs {changes['max_num_seqs']} --watermark {changes['watermark']}\n" in text
