@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from grafana_foundation_sdk.builders.dashboard import Dashboard
 
 SDK = "grafana-foundation-sdk==1769699379!11.6.0"
-TAG = "kvwatch"
-"""The tag of every dashboard, and the start of its uid and file name."""
 SCHEMA_VERSION = 41
 """Of Grafana 11.6; later Grafana migrates it when it loads the dashboard."""
 

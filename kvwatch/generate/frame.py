@@ -3,7 +3,7 @@
 from grafana_foundation_sdk.builders import dashboard
 from grafana_foundation_sdk.models import dashboard as models
 
-from kvwatch.generate.dashboards import TAG
+from kvwatch.generate import TAG
 from kvwatch.generate.panels import SOURCE
 from kvwatch.generate.queries import AGENT_STATUS, RATE, alerts, names
 from kvwatch.recording import selectors
