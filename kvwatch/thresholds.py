@@ -31,9 +31,9 @@ class Thresholds:
     pinned_seconds: float = 60.0
     # A pool below this has room for minutes of growth, however fast it fills.
     filling_from_ratio: float = 0.80
-    # Time in which somebody can still act. On one engine usage rose from 91 % to 96 % in two minutes before its speed
-    # broke down (vLLM pull request 21809).
-    filling_horizon_seconds: float = 600.0
+    # Time in which somebody can still act; over longer ones the swings of a busy pool look like a trend. On one engine
+    # usage rose from 91 % to 96 % in two minutes before its speed broke down (vLLM pull request 21809).
+    filling_horizon_seconds: float = 300.0
     # Requests of a quarter of the pool: four of them fill it, so the pool carries no mix of lengths.
     monopoly_share_ratio: float = 0.25
     # Long requests that hold less than half of the pool do not keep others out.

@@ -11,7 +11,7 @@ None yet. When the pool is full, vLLM preempts the request admitted last and com
 
 ## Diagnosis
 
-- `predict_linear(vllm:kv_cache_usage_perc[5m], 600)` is above 1 while `vllm:num_requests_running` stands still.
+- `predict_linear(vllm:kv_cache_usage_perc[5m], 300)` is above 1 while `vllm:num_requests_running` stands still.
 - Long answers: `vllm:request_generation_tokens` against what clients ask for in `max_tokens`.
 - A pool that fills because more requests are admitted is a load that comes up, and not this condition.
 
