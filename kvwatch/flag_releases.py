@@ -1,4 +1,4 @@
-"""The first vLLM release that has each flag kvwatch may propose: nothing is proposed that the version lacks.
+"""The first vLLM release that has each flag kvwatch may propose or simulate: nothing is proposed that a version lacks.
 
 SOURCE: vllm/engine/arg_utils.py of releases 0.6.6 to 0.33.0. 0.6 stands for "every release known here". A setting
 without an entry is no flag of vLLM's (`gateway_max_in_flight`, `replicas`).
@@ -19,7 +19,11 @@ FIRST_RELEASE: dict[str, Version] = {
     "watermark": (0, 24, 0),
     "max_num_queued_reqs": (0, 29, 0),
     "max_num_active_seqs": (0, 31, 0),
+    "long_prefill_token_threshold_adaptive": (0, 31, 0),
 }
+
+# Not a flag, but an order that changed: freed blocks that no prefix can hit are reused first (core/block_pool.py).
+EVICT_UNHASHED_FIRST_SINCE: Version = (0, 23, 0)
 
 
 def has_flag(setting: str, version: Version | None) -> bool:

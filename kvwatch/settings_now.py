@@ -10,7 +10,7 @@ from typing import Literal
 
 from kvwatch.checks.check import EngineView
 from kvwatch.errors import NoData
-from kvwatch.flag_releases import has_flag
+from kvwatch.flag_releases import EVICT_UNHASHED_FIRST_SINCE, has_flag
 from kvwatch.simulation import KvGroup, SchedulerSettings
 from kvwatch.versions import Version, engine_version
 from kvwatch.vllm_metrics import (
@@ -73,7 +73,7 @@ def settings_now(view: EngineView) -> SettingsNow:
         watermark=watermark,
         scheduler_reserve_full_isl=reserve,
         enable_prefix_caching=caching,
-        evict_unhashed_first=version is None or version >= (0, 23),
+        evict_unhashed_first=version is None or version >= EVICT_UNHASHED_FIRST_SINCE,
         groups=groups,
     )
     given_watermark: Origin = "given" if view.facts.watermark is not None else "assumed"

@@ -15,18 +15,18 @@ from dataclasses import MISSING, fields
 from typing import Any, TypeVar
 
 from kvwatch.errors import SettingError
+from kvwatch.flag_releases import EVICT_UNHASHED_FIRST_SINCE, FIRST_RELEASE, has_flag
 from kvwatch.simulation import CostModel, KvGroup, Request, Retry, SchedulerSettings, Workload
 from kvwatch.simulator import check_fits
 from kvwatch.versions import Version, parse_version, version_text
 
 V1_SINCE: Version = (0, 8, 0)
-EVICT_UNHASHED_FIRST_SINCE: Version = (0, 23, 0)
-SINCE: dict[str, Version] = {  # the first release read that has the flag
-    "scheduler_reserve_full_isl": (0, 19, 0),
-    "watermark": (0, 24, 0),
-    "max_num_active_seqs": (0, 31, 0),
-    "long_prefill_token_threshold_adaptive": (0, 31, 0),
-}
+NOT_IN_EVERY_RELEASE = (
+    "scheduler_reserve_full_isl",
+    "watermark",
+    "max_num_active_seqs",
+    "long_prefill_token_threshold_adaptive",
+)
 REQUEST_SOURCES = ("requests", "requests_file", "request_log")
 _WORKLOAD_KEYS = ("engine", "cost", "clients", "retry", *REQUEST_SOURCES)
 _DERIVED = ("evict_unhashed_first",)  # settled by vllm_version, not by a flag
@@ -78,10 +78,10 @@ def request_from(mapping: Any, where: str) -> Request:
 
 def check_supported(name: str, version: Version | None) -> None:
     """Raise SettingError if this vLLM does not know the flag yet."""
-    if version is not None and name in SINCE and version < SINCE[name]:
+    if version is not None and name in FIRST_RELEASE and not has_flag(name, version):
         raise SettingError(
             f"engine.{name} is set, and vLLM {version_text(version)} has no --{name.replace('_', '-')}: it came with "
-            f"{version_text(SINCE[name])}. Remove it or raise engine.vllm_version."
+            f"{version_text(FIRST_RELEASE[name])}. Remove it or raise engine.vllm_version."
         )
 
 
@@ -98,11 +98,11 @@ def _engine_from(mapping: Any, *, longest_request_tokens: int) -> tuple[Schedule
                 f"engine.vllm_version is {version_text(version)}; the simulator models the V1 scheduler, which is "
                 f"vLLM's default since {version_text(V1_SINCE)}."
             )
-        for name in SINCE:
+        for name in NOT_IN_EVERY_RELEASE:
             # Off is what a version without the flag does, so a file may say so.
             if given.get(name):
                 check_supported(name, version)
-        if version < SINCE["scheduler_reserve_full_isl"]:
+        if not has_flag("scheduler_reserve_full_isl", version):
             given["scheduler_reserve_full_isl"] = False
         given["evict_unhashed_first"] = version >= EVICT_UNHASHED_FIRST_SINCE
     if isinstance(given.get("groups"), list):
