@@ -22,7 +22,8 @@ COMMANDS: tuple[tuple[str, str], ...] = (
     ("simulate", "Play a workload through vLLM's scheduler under other settings"),
     ("record", "Save a server's metrics pages for later or for a colleague"),
     ("agent", "Watch engines all day: metrics, report, alerts"),
-    ("generate", "Write the alert rules and reference pages"),
+    ("generate", "Write alert rules, dashboards and reference pages"),
+    ("lint", "Find mistakes in your own dashboards and alert rules"),
     ("explain", "Print the runbook page of a check"),
     ("demo", "Everything on this machine, on a recorded engine: no GPU, no vLLM"),
 )
