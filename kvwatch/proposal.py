@@ -39,7 +39,8 @@ class Withheld:
 class SettingOption:
     """What one combination of settings did when the engine's load was simulated under it.
 
-    `name` is "now", "proposed", "gateway", or what an alternative changes. Ratios are relative to the present settings,
+    `name` is "now", "proposed", "gateway", "pool x2" (the present flags, twice the blocks: fp8 KV cache, more memory,
+    or half the load on a second engine), or what an alternative changes. Ratios are relative to the present settings,
     `_low` and `_high` the extremes over the draws of requests. Where the cost of a step could not be fitted, times are
     None and `output_throughput_ratio` rests on an assumed one; `steps_ratio` rests on none. `max_num_seqs` is None
     where it is not known and never reached.
@@ -49,6 +50,7 @@ class SettingOption:
     max_num_seqs: int | None
     watermark: float
     gateway_max_in_flight: int | None
+    num_gpu_blocks: int
     preemptions_per_request: float
     preemptions_per_request_low: float
     preemptions_per_request_high: float

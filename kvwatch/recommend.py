@@ -81,6 +81,7 @@ class _Study:
     objective: Objective
     flags: Outcome
     gateway: Outcome
+    larger_pool: Tried
     observed_per_request: float
 
 
@@ -111,12 +112,14 @@ def _study(view: EngineView, objective: Objective, *, may_loosen: bool) -> _Stud
     trial, fit = trial_of(view, load)
     trial = replace(trial, may_loosen=may_loosen)
     finished = view.window.increase(REQUEST_SUCCESS)
+    doubled = replace(load.settings, num_gpu_blocks=2 * load.settings.num_gpu_blocks)
     return _Study(
         load=load,
         fit=fit,
         objective=objective,
         flags=best_settings(trial, objective),
         gateway=best_in_flight(trial, objective),
+        larger_pool=run(trial, doubled, None, range(len(trial.draws))),
         observed_per_request=view.window.increase(PREEMPTIONS) / max(1.0, finished),
     )
 
@@ -253,6 +256,7 @@ class _Answer:
         if gateway.is_change_worth_it:
             named.append(("gateway", gateway.best))
         named += flags.alternatives
+        named.append(("pool x2", study.larger_pool))
         return tuple(_option(name, tried, flags.now, study) for name, tried in named)
 
     def _basis(self) -> SimulationBasis:
@@ -289,6 +293,7 @@ def _option(name: str, tried: Tried, now: Tried, study: _Study) -> SettingOption
         max_num_seqs=None if hidden else tried.settings.max_num_seqs,
         watermark=tried.settings.watermark,
         gateway_max_in_flight=tried.in_flight,
+        num_gpu_blocks=tried.settings.num_gpu_blocks,
         preemptions_per_request=round(tried.preemptions_per_request, 4),
         preemptions_per_request_low=round(min(per_request), 4),
         preemptions_per_request_high=round(max(per_request), 4),

@@ -95,6 +95,12 @@ def test_a_stable_engine_is_had_for_the_asking() -> None:
     assert option(engine, "proposed").preemptions_per_request <= CALM_PREEMPTIONS_PER_REQUEST
 
 
+def test_what_more_memory_would_do_is_shown_beside() -> None:
+    larger = option(asked(played()), "pool x2")
+    assert (larger.num_gpu_blocks, larger.preemptions_per_request) == (512, 0.0)
+    assert larger.output_throughput_ratio > 1.2
+
+
 def test_with_latency_as_the_objective_first_tokens_do_not_come_later() -> None:
     engine = asked(played(), objective="latency")
     best = next((o for o in engine.options if o.name == "proposed"), option(engine, "now"))

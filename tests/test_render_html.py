@@ -74,6 +74,7 @@ def test_what_was_simulated_is_a_table_relative_to_the_present_settings() -> Non
         max_num_seqs=None,
         watermark=0.0,
         gateway_max_in_flight=None,
+        num_gpu_blocks=256,
         preemptions_per_request=0.41,
         preemptions_per_request_low=0.38,
         preemptions_per_request_high=0.46,
