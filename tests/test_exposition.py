@@ -56,7 +56,7 @@ def lines(draw: st.DrawFn) -> str:
     labels = draw(st.dictionaries(label_names, label_values, max_size=3))
     inside = ",".join(f'{name}="{escaped(value)}"' for name, value in labels.items())
     comma = draw(st.sampled_from(["", ","])) if labels else ""
-    braces = f"{{{inside}{comma}}}" if labels or draw(st.booleans()) else ""
+    braces = f"{{{inside}{comma}}}" if bool(labels) or draw(st.booleans()) else ""
     stamp = draw(st.sampled_from(["", " 1796006760702"]))
     return f"{draw(names)}{braces}{draw(blanks)}{draw(values)}{stamp}"
 
