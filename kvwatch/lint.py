@@ -299,6 +299,21 @@ def _one_engine_only(reader: Reader, tree: Any) -> Iterator[_Found]:
                 )
 
 
+def _misspelt_labels(reader: Reader, tree: Any) -> Iterator[_Found]:
+    """Labels that are nearly a metric's own. Others may be the scrape configuration's."""
+    for selector in selectors(tree):
+        metric = reader.metric(selector)
+        own = () if metric is None else metric.labels
+        for label, _, _ in matchers(selector):
+            near = difflib.get_close_matches(label, own, n=1, cutoff=0.8)
+            if near and label not in own:
+                yield _Found(
+                    rule="label_misspelt",
+                    why=f"{metric_name(selector)} has no label {label}, so the matcher sees an empty value everywhere",
+                    instead=near[0],
+                )
+
+
 def _lifetime_thresholds(reader: Reader, tree: Any) -> Iterator[_Found]:
     guards = {id(inner) for node in nodes(tree) if operator(node) == "/" for inner in _unwrapped(node.rhs)}
     for node in nodes(tree):
@@ -355,6 +370,7 @@ _RULES: tuple[Callable[[Reader, Any], Iterator[_Found]], ...] = (
     _sums_of_ratios,
     _quantiles,
     _one_engine_only,
+    _misspelt_labels,
     _lifetime_thresholds,
     _lifetime_ratios,
 )

@@ -3,6 +3,7 @@
 Source: data/vllm_metric_names.json, made by tools/metric_names.py from the sources of the releases 0.6.6 to 0.33.0.
 """
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from kvwatch.promql import (
     kind,
     matchers,
     metric_name,
+    nodes,
     number,
     operator,
     parts,
@@ -39,7 +41,8 @@ PARTS_OF_A_HISTOGRAM = ("_bucket", "_sum", "_count")
 class Known:
     """One metric of vLLM: its type, the releases that have it, and what to write in its place elsewhere.
 
-    `hidden_from`: the first release that shows it only under --show-hidden-metrics-for-version. `ratio`: 0 to 1.
+    `hidden_from`: the first release that shows it only under --show-hidden-metrics-for-version. `labels`: its own,
+    besides those that all have. `ratio`: it runs from 0 to 1.
     """
 
     name: str
@@ -48,6 +51,7 @@ class Known:
     last: Version
     hidden_from: Version | None = None
     instead: str | None = None
+    labels: tuple[str, ...] = ()
     ratio: bool = False
 
     def is_in(self, version: Version) -> bool:
@@ -80,6 +84,7 @@ def catalogue(content: Mapping[str, Any]) -> Catalogue:
             last=parse_version(entry["last"]),
             hidden_from=parse_version(entry["hidden_from"]) if "hidden_from" in entry else None,
             instead=entry.get("instead"),
+            labels=tuple(entry.get("labels", ())),
             ratio=entry.get("ratio", False),
         )
         for name, entry in content["metrics"].items()
@@ -138,7 +143,7 @@ class Reader:
         return bool(read) and all((m := self.metric(one)) is not None and m.shown_in(self.version) for one in read)
 
     def scale(self, node: Any) -> float | None:
-        """The largest value of what was a 0 to 1 gauge: 1, or 100 after `* 100`; None for all other things."""
+        """The largest value of what is a share: 1, or 100 after `* 100`; None for all other things."""
         if kind(node) == "VectorSelector":
             metric = self.metric(node)
             return 1.0 if metric is not None and metric.ratio else None
@@ -162,6 +167,8 @@ class Reader:
         if how == "/" and left is not None:
             divisor = number(node.rhs)
             return left / divisor if divisor else None
+        if how == "/" and _is_hit_ratio(node):
+            return _factor(node.lhs)
         if how == "-" and right is not None and number(node.lhs) == right:
             return right
         return None
@@ -170,3 +177,17 @@ class Reader:
         for name, metric in self.known.metrics.items():
             if "{" in name:
                 yield re.compile(re.sub(r"\{\w+\}", r"\\w+", name)), metric
+
+
+def _is_hit_ratio(node: Any) -> bool:
+    """Whether hits of a cache are divided by its look-ups."""
+    above, below = ({metric_name(one) or "" for one in selectors(side)} for side in (node.lhs, node.rhs))
+    hits = {name.removesuffix("_hits_total") for name in above if name.endswith("_hits_total")}
+    looked_up = {name.removesuffix("_queries_total") for name in below if name.endswith("_queries_total")}
+    return bool(hits) and hits == looked_up and len(above) == len(hits) == len(below)
+
+
+def _factor(node: Any) -> float:
+    """The product of the numbers that a node is multiplied with."""
+    sides = [side for one in nodes(node) if operator(one) == "*" for side in (one.lhs, one.rhs)]
+    return math.prod(value for side in sides if (value := number(side)) is not None)

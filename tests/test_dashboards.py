@@ -159,6 +159,18 @@ def test_every_panel_says_what_it_shows_and_in_which_unit(dashboard: dict[str, A
             assert panel["fieldConfig"]["defaults"]["unit"]
 
 
+@every_dashboard
+def test_columns_are_named_where_they_are_sorted_or_formatted(dashboard: dict[str, Any]) -> None:
+    for panel in panels(dashboard):
+        if panel["type"] != "table":
+            continue
+        [organize] = [one["options"] for one in panel["transformations"] if one["id"] == "organize"]
+        named = {*organize["renameByName"].values(), "instance", "__name__"}
+        overrides = {one["matcher"]["options"] for one in panel["fieldConfig"]["overrides"]}
+        assert overrides | {one["displayName"] for one in panel["options"]["sortBy"]} <= named
+        assert len(organize["renameByName"]) >= len(panel["targets"])
+
+
 def test_links_to_runbooks_lead_to_pages_that_exist() -> None:
     links = [link for d in DASHBOARDS.values() for panel in panels(d) for link in panel.get("links", ())]
     runbooks = {check.runbook for check in ALL}

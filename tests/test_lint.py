@@ -83,6 +83,8 @@ def test_the_dashboards_of_vllm_have_faults_on_a_version_they_are_not_for() -> N
         "vllm:gpu_cache_usage_perc or vllm:kv_cache_usage_perc",
         "rate(vllm:gpu_prefix_cache_hits_total[5m]) or rate(vllm:prefix_cache_hits_total[5m])",
         "sum(rate(vllm:prefix_cache_hits_total[5m])) / (sum(rate(vllm:prefix_cache_queries_total[5m])) > 0)",
+        "100 * rate(vllm:prefix_cache_hits_total[15m]) / rate(vllm:prefix_cache_queries_total[15m]) < 30",
+        "rate(vllm:prefix_cache_hits_total[15m]) / rate(vllm:prompt_tokens_total[15m]) > 2",
         "sum(increase(vllm:num_preemptions_total[1h])) > 0",
         "resets(vllm:generation_tokens_total[5m]) > 0",
         "histogram_quantile(0.99, sum by (le, engine) (rate(vllm:time_to_first_token_seconds_bucket[5m])))",
@@ -94,6 +96,7 @@ def test_the_dashboards_of_vllm_have_faults_on_a_version_they_are_not_for() -> N
         "vllm:ttft_seconds:p95 > 2",
         "rate(vllm_gateway_upstream_seconds_total[5m])",
         'vllm:kv_cache_usage_perc{engine=~"$engine"}',
+        'rate(vllm:request_success_total{finished_reason="abort",pod=~"a.*",model="m"}[5m])',
         "up == 0",
     ],
 )
@@ -176,6 +179,10 @@ def test_lint_knows_every_metric_that_kvwatch_reads() -> None:
         ("avg_over_time(vllm:kv_cache_usage_perc[5m]) >= 85", ("percent_of_ratio", "compare with 0.85")),
         ("(1 - vllm:kv_cache_usage_perc) < 10", ("percent_of_ratio", "compare with 0.1")),
         ("vllm:kv_cache_usage_perc * 100 > 0.9", ("percent_of_ratio", "compare with 90, or leave out `* 100`")),
+        (
+            "sum(rate(vllm:prefix_cache_hits_total[15m])) / sum(rate(vllm:prefix_cache_queries_total[15m])) < 30",
+            ("percent_of_ratio", "compare with 0.3"),
+        ),
         ("sum(vllm:kv_cache_usage_perc)", ("sum_of_ratios", "max (the fullest engine) or avg in place of sum")),
         (
             "sum by (model_name) (vllm:kv_cache_usage_perc) / 2",
@@ -203,6 +210,10 @@ def test_lint_knows_every_metric_that_kvwatch_reads() -> None:
         (
             'vllm:num_requests_running{engine="0"}',
             ("hard_coded_engine", "no matcher on engine, and `by (engine)` or max over all of them"),
+        ),
+        (
+            'sum(rate(vllm:request_success_total{finish_reason!="stop"}[5m]))',
+            ("label_misspelt", "finished_reason"),
         ),
         (
             "vllm:num_preemptions_total > 0",

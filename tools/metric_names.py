@@ -37,6 +37,7 @@ INSTEAD = {
     "inter_token_latency_seconds": "vllm:time_per_output_token_seconds",
     "request_queue_time_seconds": "vllm:time_in_queue_requests",
 }
+COMMON_LABELS = {"model_name", "engine"}
 RATIO_ENDINGS = ("_usage_perc", "_hit_rate", "_acceptance_rate")
 # Names under vLLM's prefix that others expose: the router of vllm-project/production-stack, and NVIDIA NIM.
 ELSEWHERE = {
@@ -66,7 +67,7 @@ def version(text: str) -> tuple[int, ...]:
 
 
 def catalogue() -> dict[str, Any]:
-    """Name -> type, first and last release, and where it tells something: hidden_from, instead, ratio."""
+    """Name -> type, first and last release, and where it tells something: hidden_from, instead, labels, ratio."""
     metrics: dict[str, dict[str, Any]] = {}
     with CSV.open(encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file):
@@ -79,6 +80,9 @@ def catalogue() -> dict[str, Any]:
                 found.pop("hidden_from", None)
                 if hidden:
                     found["hidden_from"] = hidden[0]
+            labels = {label for of in json.loads(row["labels"] or "{}").values() for label in of} - COMMON_LABELS
+            if labels:
+                found["labels"] = sorted({*labels, *found.get("labels", ())})
             if name in INSTEAD:
                 found["instead"] = INSTEAD[name]
             if name.endswith(RATIO_ENDINGS):

@@ -48,5 +48,8 @@ def _as_file(builder: "Dashboard") -> tuple[str, str]:
             variable.pop(of_intervals, None)  # the SDK writes the defaults of interval variables for all kinds
     for annotation in content["annotations"]["list"]:
         # Fields of the Prometheus data source, which the SDK does not know.
-        annotation |= {"titleFormat": annotation["name"], "textFormat": "{{alertname}} {{model_name}} {{instance}}"}
+        annotation |= {
+            "titleFormat": annotation["name"],
+            "textFormat": "{{alertname}} {{model_name}} {{instance}} {{target}}",
+        }
     return f"{content['uid']}.json", json.dumps(content, indent=2, ensure_ascii=False) + "\n"

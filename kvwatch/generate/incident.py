@@ -60,7 +60,7 @@ def _reported() -> tuple[Panel, ...]:
         states(
             "Alerts and restarts",
             [
-                Query(expr=queries.alerts(), legend="{{alertname}} {{instance}} {{engine}} {{severity}}"),
+                Query(expr=queries.alerts(), legend="{{alertname}} {{instance}} {{target}} {{engine}} {{severity}}"),
                 Query(expr=f"2 * ({frame.restarts()} >bool 0)", legend="restart {{job}} {{instance}}"),
             ],
             about="Alerts of kvwatch's rules in this Prometheus, and restarts of engines.",

@@ -43,6 +43,9 @@ AGENT_STATUS = "kvwatch_check_status"
 AGENT_SELECTED = 'pod=~"$pod",target=~"$target",model_name=~"$model_name",engine=~"$engine"'
 """The same selection among the agent's series, which name an engine's page `target`."""
 
+GENERATED_WHEN_PREEMPTED = 0.2
+"""Share of its answer that a request has when it is preempted; see `recomputed_tokens`."""
+
 
 def per_engine(expr: str, how: str = "sum", *keep: str) -> str:
     """One series per engine and per value of the labels to keep besides."""
@@ -83,12 +86,13 @@ def prefix_hit_ratio(over: str = RATE) -> str:
 def recomputed_tokens(over: str = RATE) -> str:
     """Tokens to compute again, per second: an estimate, since vLLM does not count them.
 
-    A preempted request loses its prompt and what it had generated, on average half of its answer; lengths are the means
-    of the requests that finished. Prefix caching makes it an upper bound.
+    A preempted request loses its prompt and what it had generated. It is the one admitted last, so that is little: a fifth
+    of its answer. On six mixes of lengths played through kvwatch's simulator the estimate was 0.90 to 1.47 times the
+    truth without prefix caching (median 1.04); with it, when blocks of the preempted survive, up to 3.9 times.
     """
     return (
         f"{rate(PREEMPTIONS, over)}\n* (\n{mean(REQUEST_PROMPT_TOKENS, over)}\n"
-        f"+ 0.5 * {mean(REQUEST_GENERATION_TOKENS, over)}\n)"
+        f"+ {GENERATED_WHEN_PREEMPTED:g} * {mean(REQUEST_GENERATION_TOKENS, over)}\n)"
     )
 
 
@@ -114,10 +118,15 @@ def stalled(limits: Thresholds) -> str:
 
 
 def alerts(severity: str = ".+") -> str:
-    """Firing alerts of kvwatch's rules, by what they fired for; those the agent sends are in Alertmanager only."""
+    """Firing alerts of kvwatch's rules, by what they fired for; those the agent sends are in Alertmanager only.
+
+    Rules over vLLM's series name the engine's instance, rules over the agent's series the agent's and its target.
+    """
+    firing = f'alertname=~"VLLM.+",alertstate="firing",severity=~"{severity}",model_name=~"$model_name"'
     return (
-        "sum by (alertname, severity, job, instance, model_name, engine) ("
-        f'ALERTS{{alertname=~"VLLM.+",alertstate="firing",severity=~"{severity}",model_name=~"$model_name"}})'
+        "sum by (alertname, severity, job, instance, target, model_name, engine) (\n"
+        f'  ALERTS{{{firing},target="",instance=~"$instance"}}\n'
+        f'  or ALERTS{{{firing},target!="",target=~"$target",pod=~"$pod"}}\n)'
     )
 
 
