@@ -12,7 +12,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := all
 .DELETE_ON_ERROR:
-.PHONY: all help demo test lint lint-python lint-text lint-generated lint-rules lint-deploy format generate golden bench \
+.PHONY: all help demo test lint lint-python lint-text lint-generated lint-rules lint-deploy format generate golden dashboards-shots bench \
         oracle prove parts ci clean
 
 all: lint test  ## Lint and test: what a change must pass (the default)
@@ -75,6 +75,9 @@ generate: $(VENV)/.dev  ## Write the alert rules, reference pages and dashboards
 	$(BIN)/kvwatch generate rules
 	$(BIN)/kvwatch generate reference
 	$(BIN)/kvwatch generate dashboards
+
+dashboards-shots: $(VENV)/.dev  ## Pictures of the dashboards for docs/images (Prometheus, npm and Chromium)
+	$(BIN)/python tools/render_dashboards/render.py $(ARGS)
 
 golden: $(VENV)/.dev  ## Write the expected renderings anew; read the diff before committing it
 	KVWATCH_UPDATE_GOLDEN=1 $(BIN)/pytest -q -m 'not real' $(ARGS)

@@ -216,9 +216,9 @@ def _pressure(sheet: Sheet, limits: Thresholds, checks: dict[str, Check]) -> Non
                 Query(expr=queries.tokens(), legend=f"counted {ENGINE_LEGEND}"),
             ],
             unit=TOKENS_PER_SECOND,
-            about="vLLM does not count what it computes again. Preemptions times the mean prompt and a fifth of the mean "
-            "answer of the requests that finished; with prefix caching an upper bound, since surviving blocks are not "
-            "computed again. Beside it what vLLM counts: each prompt once, and generated tokens.",
+            about="vLLM does not count what it computes again. Preemptions times the mean prompt and a fifth of the "
+            "mean answer of the requests that finished; with prefix caching an upper bound, since surviving blocks are "
+            "not computed again. Beside it what vLLM counts: each prompt once, and generated tokens.",
             checks=(checks["preemptions_sustained"],),
         ),
         graph(

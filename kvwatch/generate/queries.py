@@ -86,9 +86,9 @@ def prefix_hit_ratio(over: str = RATE) -> str:
 def recomputed_tokens(over: str = RATE) -> str:
     """Tokens to compute again, per second: an estimate, since vLLM does not count them.
 
-    A preempted request loses its prompt and what it had generated. It is the one admitted last, so that is little: a fifth
-    of its answer. On six mixes of lengths played through kvwatch's simulator the estimate was 0.90 to 1.47 times the
-    truth without prefix caching (median 1.04); with it, when blocks of the preempted survive, up to 3.9 times.
+    A preempted request loses its prompt and what it had generated. It is the one admitted last, so that is little: a
+    fifth of its answer. On six mixes of lengths played through kvwatch's simulator the estimate was 0.90 to 1.47 times
+    the truth without prefix caching (median 1.04); with it, when blocks of the preempted survive, up to 3.9 times.
     """
     return (
         f"{rate(PREEMPTIONS, over)}\n* (\n{mean(REQUEST_PROMPT_TOKENS, over)}\n"

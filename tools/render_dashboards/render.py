@@ -2,11 +2,14 @@
 
 usage: python tools/render_dashboards/render.py [OUTPUT_FOLDER]      needs Prometheus, Node with npm, Chromium
 
-Grafana itself is not needed: app.jsx draws with Grafana's own components from npm (see there).
+Grafana itself is not needed: app.jsx draws with Grafana's own components from npm (see there). They go to
+$KVWATCH_CACHE/grafana-components (~/.cache/kvwatch; 1 GB).
 """
 
 import contextlib
 import functools
+import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -77,13 +80,16 @@ class Quiet(SimpleHTTPRequestHandler):
 
 def build(folder: Path) -> None:
     """app.jsx with Grafana's components in one file."""
-    if not (HERE / "node_modules").exists():
-        subprocess.run(["npm", "install", "--no-audit", "--no-fund", "--legacy-peer-deps"], cwd=HERE, check=True)
+    cache = Path(os.environ.get("KVWATCH_CACHE") or Path.home() / ".cache/kvwatch") / "grafana-components"
+    cache.mkdir(parents=True, exist_ok=True)
+    for name in ("package.json", "app.jsx"):
+        shutil.copyfile(HERE / name, cache / name)
+    subprocess.run(["npm", "install", "--no-audit", "--no-fund", "--legacy-peer-deps"], cwd=cache, check=True)
     command = ["npx", "esbuild", "app.jsx", "--bundle", "--log-level=error", f"--outfile={folder / 'app.js'}"]
     command += ['--define:process.env.NODE_ENV="production"', "--define:global=window"]
     command += ["--alias:react-router-dom-v5-compat=react-router-dom"]  # the first asks for version 5 of the second
     command += [f"--loader:.{loader}" for loader in LOADERS]
-    subprocess.run(command, cwd=HERE, check=True)
+    subprocess.run(command, cwd=cache, check=True)
     (folder / "index.html").write_text(
         '<!doctype html><meta charset="utf-8"><link rel="stylesheet" href="app.css">'
         '<div id="root"></div><script src="app.js"></script>'
