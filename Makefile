@@ -50,6 +50,7 @@ has_grafana_sdk = $(BIN)/python -c 'import grafana_foundation_sdk' 2>/dev/null
 lint-generated: $(VENV)/.dev
 	$(BIN)/kvwatch generate rules --check
 	$(BIN)/kvwatch generate reference --check
+	$(BIN)/python tools/readme_outputs.py --check
 	@if $(has_grafana_sdk); then set -x; $(BIN)/kvwatch generate dashboards --check; \
 	else echo 'not checked: dashboards; the SDK of Grafana needs Python 3.11'; fi
 
@@ -71,13 +72,14 @@ format: $(VENV)/.dev  ## Let ruff rewrite what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-generate: $(VENV)/.dev  ## Write the alert rules, reference pages and dashboards anew
+generate: $(VENV)/.dev  ## Write rules, reference pages, dashboards and the README's outputs anew
 	$(BIN)/kvwatch generate rules
 	$(BIN)/kvwatch generate reference
 	$(BIN)/kvwatch generate dashboards
 
 dashboards-shots: $(VENV)/.dev  ## Pictures of the dashboards for docs/images (Prometheus, npm and Chromium)
 	$(BIN)/python tools/render_dashboards/render.py $(ARGS)
+	$(BIN)/python tools/readme_outputs.py
 
 golden: $(VENV)/.dev  ## Write the expected renderings anew; read the diff before committing it
 	KVWATCH_UPDATE_GOLDEN=1 $(BIN)/pytest -q -m 'not real' $(ARGS)

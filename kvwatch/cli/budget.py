@@ -62,7 +62,7 @@ def command(
     output: str,
     **options: Any,
 ) -> None:
-    r"""KV-cache budget of a model: bytes per token, blocks, concurrency, and whether it fits.
+    """KV-cache budget of a model: bytes per token, blocks, concurrency, and whether it fits.
 
     \b
     kvwatch budget --model meta-llama/Llama-3.1-70B --gpu H100 --tensor-parallel-size 4 --max-model-len 32768
