@@ -12,13 +12,13 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := all
 .DELETE_ON_ERROR:
-.PHONY: all help demo test lint lint-python lint-text lint-generated lint-rules lint-deploy format generate golden dashboards-shots bench \
-        oracle prove parts ci clean
+.PHONY: all help demo test bench lint lint-python lint-text lint-generated lint-rules lint-deploy format generate \
+        dashboards-shots golden oracle prove parts ci clean
 
 all: lint test  ## Lint and test: what a change must pass (the default)
 
 help:  ## This list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 # --- run it ---------------------------------------------------------------------------------------------------------
 
@@ -30,7 +30,6 @@ test: $(VENV)/.dev  ## All tests; those of real components are skipped where the
 
 bench: $(VENV)/.dev  ## What the hot paths cost
 	$(BIN)/pytest benchmarks $(ARGS)
-	$(BIN)/python benchmarks/measure_agent.py --seconds 30
 
 # --- keep it right --------------------------------------------------------------------------------------------------
 
@@ -76,10 +75,10 @@ generate: $(VENV)/.dev  ## Write rules, reference pages, dashboards and the READ
 	$(BIN)/kvwatch generate rules
 	$(BIN)/kvwatch generate reference
 	$(BIN)/kvwatch generate dashboards
+	$(BIN)/python tools/readme_outputs.py
 
 dashboards-shots: $(VENV)/.dev  ## Pictures of the dashboards for docs/images (Prometheus, npm and Chromium)
 	$(BIN)/python tools/render_dashboards/render.py $(ARGS)
-	$(BIN)/python tools/readme_outputs.py
 
 golden: $(VENV)/.dev  ## Write the expected renderings anew; read the diff before committing it
 	KVWATCH_UPDATE_GOLDEN=1 $(BIN)/pytest -q -m 'not real' $(ARGS)
