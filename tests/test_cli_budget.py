@@ -16,7 +16,7 @@ from kvwatch.cli import cli
 
 GOLDEN = Path(__file__).parent / "golden"
 GIB = 1 << 30
-REWRITE = os.environ.get("KVWATCH_GOLDEN") == "1"  # `make golden` writes them anew; the diff is then reviewed
+REWRITE = os.environ.get("KVWATCH_UPDATE_GOLDEN") == "1"  # `make golden` writes them anew; the diff is then reviewed
 
 
 def run(*arguments: str, env: dict[str, str] | None = None, stdin: str | None = None) -> Result:
