@@ -1,4 +1,4 @@
-"""Settings chosen for 39 workloads with known truth: from the true requests, and from /metrics pages alone.
+"""Settings chosen for 37 workloads with known truth: from the true requests, and from /metrics pages alone.
 
 Truth is every cap times every watermark in the simulator, whose decisions are vLLM's own, step for step; a handful of
 the cases is played by vLLM's scheduler itself. docs/simulator.md shows the distributions.
@@ -21,8 +21,7 @@ from kvwatch.what_if import best_settings
 
 pytestmark = pytest.mark.slow
 Each = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-# Two cases by design or by chance; docs/simulator.md tells them.
-MISSES_ALLOWED = 4
+MISSES_ALLOWED = 4  # docs/simulator.md shows which, and why
 
 
 def chosen_from_truth(case: GridCase) -> SimulationResult:
