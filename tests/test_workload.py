@@ -5,18 +5,21 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
+import budget_cases
 import pytest
 from fake_engine import FakeEngine
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvwatch.budget import predict
 from kvwatch.capacity import EngineFacts, live_capacity
 from kvwatch.checks.check import EngineView
+from kvwatch.engine import EngineConfig
 from kvwatch.errors import NoData
 from kvwatch.lengths import length_curve
 from kvwatch.settings_now import settings_now
 from kvwatch.simulation import CostModel, Request, SchedulerSettings
-from kvwatch.snapshot import Histogram
+from kvwatch.snapshot import CacheConfig, Histogram
 from kvwatch.sources import parse
 from kvwatch.sources.gather import gather
 from kvwatch.window import Window, windows
@@ -194,3 +197,20 @@ def test_even_lengths_across_wide_buckets_are_reconstructed_as_even(spread: tupl
     drawn = length_curve(histogram).sample(2000)
     apart = mean([round(abs(ours - theirs)) for ours, theirs in zip(drawn, lengths, strict=True)])
     assert apart < 0.02 * mean(lengths)
+
+
+@pytest.mark.parametrize("name", ["Gemma-3-27B(text)", "gpt-oss-20b", "Qwen3-Next-80B-A3B", "Llama-3.1-8B"])
+def test_a_budget_gives_the_block_tables_of_a_model(name: str) -> None:
+    """A long request holds in the simulator what the budget says it holds, within a block per window."""
+    model = budget_cases.model(name)
+    budget = predict(model, EngineConfig(max_model_len=8192), 40 * budget_cases.GIB)
+    window = capture("thrash")
+    config = CacheConfig(num_gpu_blocks=budget.num_gpu_blocks, block_size=budget.block_size_tokens)
+    window = Window(tuple(replace(snapshot, cache_config=config) for snapshot in window.snapshots))
+    found = settings_now(view_of(window, budget=budget, max_model_len=8192)).settings
+    assert len(found.kv_groups) == len(budget.groups)
+    for tokens in (100, 1000, 8000):
+        held, planned = found.blocks(tokens), budget.blocks_for_request(tokens)
+        in_flight = 2 * -(-budget.engine.in_flight_tokens // budget.block_size_tokens)
+        assert held <= planned + 1
+        assert held >= planned - len(budget.groups) * (1 + in_flight)
