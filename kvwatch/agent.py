@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import TypeAlias
 
+from kvwatch.adviser import Adviser
 from kvwatch.capacity import EngineFacts
 from kvwatch.config import Config
 from kvwatch.errors import ExpositionError, KvwatchError, SettingError
@@ -181,6 +182,7 @@ class Agent:
         )
         self._tracker = Tracker(patience, lifetime_seconds=lifetime)
         self._sinks = [Alertmanager(url) for url in config.alertmanagers]
+        self._adviser = Adviser(window_seconds=config.window_seconds)
         self._scrapes: tuple[Scrape, ...] = ()
         self._worst: Status | None = None
 
@@ -208,7 +210,7 @@ class Agent:
         return judged
 
     def judge(self, *, simulate: bool = False) -> Report:
-        """The report of what the latest rounds showed. Rounds do without simulating: it takes seconds of CPU."""
+        """The report of what the latest rounds showed. Rounds never wait for a simulation: it takes seconds of CPU."""
         made = windows(snapshot for watch in self._watches for snapshot in watch.snapshots)
         failures: dict[EngineKey, str] = {}
         told: dict[str, EngineFacts] = {}
@@ -222,6 +224,7 @@ class Agent:
             scrapes=self._scrapes,
             failures=failures,
             simulate=simulate,
+            proposer=self._adviser,
         )
 
     def close(self) -> None:

@@ -38,6 +38,9 @@ if TYPE_CHECKING:
     from kvwatch.objective import Objective
 
 
+Proposer = Callable[[EngineView, "tuple[Finding, ...]", Thresholds], Proposals]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineReport:
     """One engine. `observed` holds what the window shows, without the entries the page cannot give.
@@ -102,6 +105,7 @@ def report(
     failures: Mapping[EngineKey, str] | None = None,
     simulate: bool = False,
     objective: Objective = "balanced",
+    proposer: Proposer = estimate,
 ) -> Report:
     """One Window per engine, and the facts per target, -> Report.
 
@@ -109,10 +113,10 @@ def report(
     reported but its time. An engine of which only the failure is known needs no window.
 
     With `simulate`, settings for engines in trouble are chosen by simulating their load, which takes seconds of CPU
-    for each; without it they are estimated by formula.
+    for each; without it `proposer` decides, by default by formula.
     """
     known, gone = facts or {}, dict(failures or {})
-    proposer = _simulating(objective) if simulate else estimate
+    proposer = _simulating(objective) if simulate else proposer
     engines = []
     windows = tuple(windows)
     current = tuple(window for window in windows if window.key not in gone)
@@ -145,9 +149,6 @@ def _contradictions(windows: Iterable[Window], facts: Mapping[str, EngineFacts])
                 f"({own.source_of('max_model_len')}) is not used, for by the page of the engine it is {shown}"
             )
     return notes
-
-
-Proposer = Callable[[EngineView, "tuple[Finding, ...]", Thresholds], Proposals]
 
 
 def _simulating(objective: Objective) -> Proposer:

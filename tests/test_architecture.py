@@ -46,7 +46,7 @@ PRESENTATION = """
 SHELLS = """
     config sources sources.capture sources.scrape sources.prometheus_session sources.prometheus sources.gather
     sources.model_files sources.workload_files lint_files
-    sinks sinks.alertmanager server agent plugin demo
+    sinks sinks.alertmanager server adviser agent plugin demo
     cli.output cli cli.options cli.vllm_flags cli.kv_memory cli.engine_flags cli.judge cli.* __main__
 """
 PURE = (LIVE, BUDGET, WHAT_IF, JUDGEMENT, PRESENTATION)
