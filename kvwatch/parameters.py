@@ -97,6 +97,21 @@ def count_parameters(config: Mapping[str, Any], *, name: str = "model") -> Param
     return _Counter(text, Fields(config, architecture=outer)).count()
 
 
+# Marks of Nemotron-H's hybrid_override_pattern, and the names of its layers_block_type.
+_MIXERS = {
+    "M": "mamba2",
+    "*": "attention",
+    "-": "mlp",
+    "E": "experts",
+    "mamba": "mamba2",
+    "linear_attention": "mamba2",
+    "attention": "attention",
+    "full_attention": "attention",
+    "mlp": "mlp",
+    "moe": "experts",
+}
+
+
 class _Counter:
     """Counts one model; the fields that every part needs are read once."""
 
@@ -162,8 +177,10 @@ class _Counter:
         if self.text.raw("kv_lora_rank") is not None:
             return "latent"
         pattern = self.text.raw("hybrid_override_pattern")
+        if pattern is None and self.model_type == "nemotron_h":
+            pattern = self.text.items("layers_block_type", "layer_types")
         if pattern is not None:
-            return {"M": "mamba2", "*": "attention", "-": "mlp", "E": "experts"}[pattern[index]]
+            return _MIXERS[pattern[index]]
         if self.model_type == "mamba2":
             return "mamba2"
         if self.model_type == "jamba":
@@ -312,9 +329,9 @@ class _Counter:
         return tuple(parts)
 
     def _shared_expert_width(self, inner: int) -> int:
-        given = self.text.raw("moe_shared_expert_intermediate_size", "shared_expert_intermediate_size")
-        if given is not None:
-            return int(given)
+        given = ("moe_shared_expert_intermediate_size", "shared_expert_intermediate_size")
+        if self.text.raw(*given) is not None:
+            return self.text.count_or_zero(*given)
         if self.model_type == "llama4_text":
             return inner
         return inner * self.text.count_or_zero("n_shared_experts", default=0)

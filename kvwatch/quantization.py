@@ -11,7 +11,7 @@ from fractions import Fraction
 from typing import Any
 
 from kvwatch.errors import UnsupportedModel
-from kvwatch.model.fields import Fields
+from kvwatch.model.fields import Fields, shown, words
 from kvwatch.parameters import Part
 
 _DTYPE_BITS = {"float16": 16, "bfloat16": 16, "half": 16, "float32": 32, "float": 32}
@@ -67,7 +67,7 @@ def storage_of(config: Mapping[str, Any]) -> Storage:
     plain_bits = 16
     for fields in reversed(levels):
         given = fields.raw("torch_dtype", "dtype")
-        plain_bits = _DTYPE_BITS.get(str(given).removeprefix("torch."), 16) if given is not None else plain_bits
+        plain_bits = _DTYPE_BITS.get(words(given).removeprefix("torch."), 16) if given is not None else plain_bits
     for fields in levels:
         found = fields.section("quantization_config", "compression_config")
         if found is not None:
@@ -77,7 +77,7 @@ def storage_of(config: Mapping[str, Any]) -> Storage:
 
 def _storage(fields: Fields, plain_bits: int) -> Storage:
     method = fields.text("quant_method", default="compressed-tensors").lower()
-    exceptions = tuple(str(name) for field in _LISTS_OF_EXCEPTIONS for name in fields.items(field) or ())
+    exceptions = tuple(words(name) for field in _LISTS_OF_EXCEPTIONS for name in fields.items(field) or ())
     return Storage(
         method=method, plain_bits=plain_bits, linear_bits=_linear_bits(fields, method), exceptions=exceptions
     )
@@ -99,8 +99,8 @@ def _linear_bits(fields: Fields, method: str) -> Fraction:
         found = _compressed_tensors_bits(fields) if method == "compressed-tensors" else None
     if found is None:
         raise UnsupportedModel(
-            f"quantization_config names {method!r} in a form whose bytes per parameter kvwatch does not know. Pass the "
-            "folder that also holds model.safetensors.index.json as --model, or give --kv-cache-memory-bytes."
+            f"quantization_config names {shown(method)} in a form whose bytes per parameter kvwatch does not know. "
+            "Pass the folder that also holds model.safetensors.index.json as --model, or give --kv-cache-memory-bytes."
         )
     return found
 

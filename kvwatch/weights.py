@@ -9,6 +9,7 @@ from fractions import Fraction
 from typing import Any, Literal
 
 from kvwatch.errors import ModelError, UnsupportedModel
+from kvwatch.model.fields import shown
 from kvwatch.parameters import Parameters, Part, count_parameters
 from kvwatch.quantization import Storage, storage_of
 
@@ -40,7 +41,7 @@ def index_bytes(index: Mapping[str, Any]) -> int:
         size = int(size)
     if not isinstance(size, int) or isinstance(size, bool) or size <= 0:
         raise ModelError(
-            f"model.safetensors.index.json: metadata.total_size is {size!r}, not the checkpoint's size in bytes"
+            f"model.safetensors.index.json: metadata.total_size is {shown(size)}, not the checkpoint's size in bytes"
         )
     return size
 
@@ -61,7 +62,7 @@ def header_bytes(headers: Iterable[Mapping[str, Any]]) -> int:
                     total += end - begin
                 case _:
                     raise ModelError(
-                        f"safetensors header: {tensor} has no data_offsets of the form [begin, end]: {facts!r}"
+                        f"safetensors header: {tensor} has no data_offsets of the form [begin, end]: {shown(facts)}"
                     )
     if total == 0:
         raise ModelError("the safetensors headers describe no tensor, so the size of the weights is unknown")

@@ -38,7 +38,7 @@ def test_no_architecture_has_two_families() -> None:
     listed = [architecture for family in FAMILIES for architecture in family.ARCHITECTURES]
     assert len(listed) == len(set(listed)) == len(FAMILY_BY_ARCHITECTURE)
     assert not set(listed) & (set(WRAPPERS) | set(REFUSED))
-    assert list(architectures()) == sorted({*listed, *WRAPPERS}, key=str.lower)
+    assert list(architectures()) == sorted(sorted({*listed, *WRAPPERS}), key=str.lower)
 
 
 def test_every_wrapper_leads_to_a_known_language_model() -> None:
@@ -286,11 +286,57 @@ def test_a_missing_field_is_named_with_the_architecture() -> None:
         ({"architectures": [None]}, r"architectures is \[None\]"),
         ({"quantization_config": "fp8"}, "quantization_config is 'fp8'"),
         ({"rope_scaling": {"type": "linear", "factor": "two"}}, "factor is 'two'"),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, "factor is 0, which makes 4096 tokens 0"),
+        ({"rope_scaling": {"type": "dynamic", "factor": -8.0}}, "factor is -8, which"),
+        ({"rope_scaling": {"type": "linear", "factor": 1e308}}, "factor is 1e\\+308, which"),
+        ({"architectures": ["Llama\n\x1b[31m"]}, "architectures is .*, but has to be a list with a name"),
     ],
 )
 def test_a_broken_field_is_one_clear_error(change: dict[str, Any], words: str) -> None:
     with pytest.raises(ModelError, match=words):
         read_model({**LLAMA, **change})
+
+
+@pytest.mark.parametrize(
+    ("model", "change"),
+    [
+        ("Llama-3.1-8B", {"rope_scaling": {"rope_type": [{}]}}),
+        ("Gemma-3-4B(text)", {"layer_types": [["full_attention"]] * 34}),
+        ("Nemotron-H-8B", {"hybrid_override_pattern": 7}),
+        ("Nemotron-H-8B", {"hybrid_override_pattern": [["M"]] * 52}),
+        ("Llama-4-Scout(text)", {"no_rope_layers": [{}] * 48}),
+    ],
+)
+def test_lists_and_objects_in_place_of_names_are_read_as_absent_or_refused(model: str, change: dict[str, Any]) -> None:
+    try:
+        found = read_model({**budget_cases.truth()["configs"][model], **change})
+    except ModelError as error:
+        assert next(iter(change)) in str(error)
+    else:
+        assert found.max_model_len == 131072
+
+
+def _nested(depth: int, inner: Any, key: str) -> Any:
+    for _ in range(depth):
+        inner = {key: inner}
+    return inner
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"quantization_config": "x" * 1_000_000},
+        {"architectures": ["A" * 1_000_000]},
+        {"num_hidden_layers": 10**4000},
+        {"torch_dtype": _nested(5000, 1, "a")},
+        {"num_hidden_layers": None, "text_config": _nested(5000, {"a": 1}, "text_config")},
+    ],
+    ids=["text", "name", "number", "nested", "text-configs"],
+)
+def test_an_error_is_short_whatever_the_file_holds(change: dict[str, Any]) -> None:
+    with pytest.raises(ModelError) as refused:
+        read_model({**LLAMA, **change})
+    assert len(str(refused.value)) < 500
 
 
 @pytest.mark.parametrize("broken", [None, [], "LlamaForCausalLM", 3])

@@ -334,3 +334,19 @@ def test_a_header_of_another_form_is_an_error_that_names_the_tensor(facts: objec
 def test_headers_without_a_tensor_are_an_error(headers: list[dict[str, Any]]) -> None:
     with pytest.raises(ModelError, match="describe no tensor"):
         header_bytes(headers)
+
+
+def test_a_hybrid_pattern_in_words_counts_the_same_weights() -> None:
+    config = config_of("nvidia/Nemotron-H-8B-Base-8K")
+    names = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
+    spelt = {
+        **{key: value for key, value in config.items() if key != "hybrid_override_pattern"},
+        "layers_block_type": [names[mark] for mark in config["hybrid_override_pattern"]],
+    }
+    assert weights_of(spelt) == weights_of(config)
+
+
+def test_a_width_that_is_no_number_is_refused() -> None:
+    config = {**config_of("Qwen/Qwen3-Next-80B-A3B-Instruct"), "shared_expert_intermediate_size": "wide"}
+    with pytest.raises(ModelError, match="shared_expert_intermediate_size is 'wide'"):
+        weights_of(config)

@@ -13,6 +13,7 @@ An architecture in none of them is refused: sizing it by the plain formula would
 Beside them: spec (the result), fields and dims (reading), nested (multimodal wrappers), length, checkpoint.
 """
 
+import re
 from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
@@ -21,7 +22,7 @@ from kvwatch.errors import ModelError, UnsupportedModel
 from kvwatch.model import chunked, delta_net, encoder, full, hybrid, interleaved, mamba, mla
 from kvwatch.model.checkpoint import kv_cache_dtype
 from kvwatch.model.dims import head_count
-from kvwatch.model.fields import Fields
+from kvwatch.model.fields import Fields, shown, words
 from kvwatch.model.length import derived_max_model_len
 from kvwatch.model.nested import WRAPPERS, inner_architecture, text_section, with_defaults
 from kvwatch.model.spec import ModelSpec
@@ -45,11 +46,12 @@ REFUSED: dict[str, str] = {
 }
 
 _DTYPES = frozenset({"bfloat16", "float16", "float32"})
+_IDENTIFIER = re.compile(r"[\w.\-]{1,200}")
 
 
 def architectures() -> tuple[str, ...]:
     """Every architecture that `read_model` accepts, in alphabetical order."""
-    return tuple(sorted({*FAMILY_BY_ARCHITECTURE, *WRAPPERS}, key=str.lower))
+    return tuple(sorted({*FAMILY_BY_ARCHITECTURE, *WRAPPERS}, key=lambda name: (name.lower(), name)))
 
 
 def read_model(config: Mapping[str, Any], *, name: str = "model") -> ModelSpec:
@@ -75,7 +77,7 @@ def read_model(config: Mapping[str, Any], *, name: str = "model") -> ModelSpec:
         architecture=outer,
         family=family.__name__.rpartition(".")[2],
         dtype=_dtype(top, fields),
-        max_model_len=derived_max_model_len(fields, model_type=str(config.get("model_type", ""))),
+        max_model_len=derived_max_model_len(fields, model_type=words(config.get("model_type"))),
         layers=layout.layers,
         draft_layers=layout.draft_layers,
         cacheless=layout.cacheless,
@@ -89,14 +91,14 @@ def read_model(config: Mapping[str, Any], *, name: str = "model") -> ModelSpec:
 
 def _architecture(config: Mapping[str, Any], name: str) -> str:
     named = config.get("architectures")
-    if isinstance(named, (list, tuple)) and named and isinstance(named[0], str):
+    if isinstance(named, (list, tuple)) and named and isinstance(named[0], str) and _IDENTIFIER.fullmatch(named[0]):
         return named[0]
     if named is None or named == []:
         raise UnsupportedModel(
             f"config.json of {name} names no architecture (the list `architectures` is missing or empty), so its "
             "layers cannot be told. Give the config.json that vLLM loads, complete."
         )
-    raise ModelError(f"config.json of {name}: architectures is {named!r}, but has to be a list with a name")
+    raise ModelError(f"config.json of {name}: architectures is {shown(named)}, but has to be a list with a name")
 
 
 def _language_model(config: Mapping[str, Any], outer: str) -> tuple[Fields, str, tuple[str, ...]]:
@@ -136,8 +138,8 @@ def _dtype(*levels: Fields) -> str:
         given = fields.raw("torch_dtype", "dtype")
         if given is None:
             continue
-        named = str(given).removeprefix("torch.")
-        if named in _DTYPES:
+        named = given.removeprefix("torch.") if isinstance(given, str) else None
+        if named is not None and named in _DTYPES:
             return "bfloat16" if named == "float32" else named
-        raise ModelError(f"{fields.where}: torch_dtype is {given!r}; known are {', '.join(sorted(_DTYPES))}")
+        raise ModelError(f"{fields.where}: torch_dtype is {shown(given)}; known are {', '.join(sorted(_DTYPES))}")
     return "bfloat16"

@@ -4,7 +4,7 @@ Source: vLLM 0.32.0, vllm/utils/torch_utils.py (get_kv_cache_quant_algo_string, 
 vllm/model_executor/layers/attention/attention.py (a compressed-tensors `kv_cache_scheme` means fp8).
 """
 
-from kvwatch.model.fields import Fields
+from kvwatch.model.fields import Fields, words
 
 _MODELOPT = {"fp8": "fp8_e4m3", "nvfp4": "nvfp4"}
 
@@ -14,7 +14,7 @@ def kv_cache_dtype(fields: Fields) -> str | None:
     quantization = fields.section("quantization_config", "compression_config")
     if quantization is None:
         return None
-    method = str(quantization.raw("quant_method") or "").lower()
+    method = words(quantization.raw("quant_method")).lower()
     producer = quantization.section("producer")
     if method.startswith("modelopt") or (producer is not None and producer.raw("name") == "modelopt"):
         inner = quantization.section("quantization") or quantization

@@ -8,7 +8,7 @@ vllm/models/kimi_k3/nvidia/kda.py.
 
 from kvwatch.errors import ModelError
 from kvwatch.model.dims import dims, head_count, layer_count
-from kvwatch.model.fields import Fields
+from kvwatch.model.fields import Fields, shown
 from kvwatch.model.mla import expanded_head_elements, latent_cache
 from kvwatch.model.spec import LayerCache, Layout, Recurrence, full
 
@@ -52,7 +52,7 @@ def _by_type(
     if kind == "linear_attention":
         return (state,)
     raise ModelError(
-        f"{fields.where}: layer_types[{index}] is {kind!r}, but has to be linear_attention or full_attention"
+        f"{fields.where}: layer_types[{index}] is {shown(kind)}, but has to be linear_attention or full_attention"
     )
 
 

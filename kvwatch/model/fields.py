@@ -1,6 +1,7 @@
 """Reading a config.json: every value is checked, and an error names the field, the value and what was expected."""
 
 import math
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,6 +10,20 @@ from kvwatch.errors import ModelError, UnsupportedModel
 # More layers, heads or tokens than any model has: a number beyond it is a mistake, and would take hours to plan.
 _HUGE = 1 << 31
 _MISSING = object()
+
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel = 3
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 80
+
+
+def shown(value: Any) -> str:
+    """A value as errors show it: cut short, however long or nested the file has it."""
+    return _SHORT.repr(value)
+
+
+def words(value: Any) -> str:
+    """Text as it is, anything else as none: for fields that only select a rule."""
+    return value if isinstance(value, str) else ""
 
 
 class Fields:
@@ -49,7 +64,7 @@ class Fields:
             value = int(value)
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value < _HUGE:
             wanted = "a positive whole number" if least else "a whole number, 0 or more"
-            raise ModelError(f"{self.where}: {name} is {value!r}, but has to be {wanted} below 2^31")
+            raise ModelError(f"{self.where}: {name} is {shown(value)}, but has to be {wanted} below 2^31")
         return value
 
     def flag(self, *names: str, default: bool = False) -> bool:
@@ -57,28 +72,38 @@ class Fields:
         if value is None:
             return default
         if not isinstance(value, bool):
-            raise ModelError(f"{self.where}: {names[0]} is {value!r}, but has to be true or false")
+            raise ModelError(f"{self.where}: {names[0]} is {shown(value)}, but has to be true or false")
         return value
 
     def number(self, *names: str, default: float | None = None) -> float:
         name, value = self._first(names, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-            raise ModelError(f"{self.where}: {name} is {value!r}, but has to be a finite number")
+            raise ModelError(f"{self.where}: {name} is {shown(value)}, but has to be a finite number")
         return float(value)
 
     def text(self, *names: str, default: str | None = None) -> str:
         name, value = self._first(names, default)
         if not isinstance(value, str):
-            raise ModelError(f"{self.where}: {name} is {value!r}, but has to be text")
+            raise ModelError(f"{self.where}: {name} is {shown(value)}, but has to be text")
         return value
 
     def items(self, *names: str) -> list[Any] | None:
-        """A list, or None when absent."""
+        """A list of names or numbers, or None when absent."""
+        found = self.objects(*names)
+        for index, value in enumerate(found or ()):
+            if isinstance(value, (list, tuple, Mapping)):
+                raise ModelError(
+                    f"{self.where}: {names[0]}[{index}] is {shown(value)}, but has to be a name or a number"
+                )
+        return found
+
+    def objects(self, *names: str) -> list[Any] | None:
+        """A list of anything, or None when absent."""
         value = self.raw(*names)
         if value is None:
             return None
         if not isinstance(value, (list, tuple)) or len(value) >= _HUGE:
-            raise ModelError(f"{self.where}: {names[0]} is {value!r}, but has to be a list")
+            raise ModelError(f"{self.where}: {names[0]} is {shown(value)}, but has to be a list")
         return list(value)
 
     def per_layer(self, *names: str, layers: int) -> list[Any] | None:
@@ -99,7 +124,7 @@ class Fields:
             if value is None or value == {}:
                 continue
             if not isinstance(value, Mapping):
-                raise ModelError(f"{self.where}: {name} is {value!r}, but has to be an object")
+                raise ModelError(f"{self.where}: {name} is {shown(value)}, but has to be an object")
             return Fields(value, architecture=self.architecture, where=f"{self.where}: {name}")
         return None
 

@@ -8,7 +8,7 @@ sliding) and vllm/model_executor/layers/attention/attention.py, Attention.get_kv
 
 from kvwatch.errors import ModelError
 from kvwatch.model.dims import Dims, dims, head_count, layer_count
-from kvwatch.model.fields import Fields
+from kvwatch.model.fields import Fields, shown
 from kvwatch.model.spec import LayerCache, Layout, full, sliding
 
 ARCHITECTURES = (
@@ -105,7 +105,7 @@ _WINDOW_FROM_LAYER = frozenset({"Qwen2ForCausalLM", "Qwen2MoeForCausalLM", "Qwen
 
 
 def layout(fields: Fields, architecture: str) -> Layout:
-    if architecture == "DeciLMForCausalLM" and fields.items("block_configs") is not None:
+    if architecture == "DeciLMForCausalLM" and fields.objects("block_configs") is not None:
         return _block_configs(fields)
     model = _dims(fields, architecture)
     cache = _cache(model, _window(fields, architecture, model.layers))
@@ -193,10 +193,10 @@ def _block_configs(fields: Fields) -> Layout:
     heads = head_count(fields)
     size = fields.optional_count("head_dim") or fields.count("hidden_size") // heads
     layers: list[tuple[LayerCache, ...]] = []
-    for index, block in enumerate(fields.items("block_configs") or []):
+    for index, block in enumerate(fields.objects("block_configs") or []):
         where = f"{fields.where}: block_configs[{index}]"
         if not isinstance(block, dict) or not isinstance(block.get("attention"), dict):
-            raise ModelError(f"{where} is {block!r}, but has to be an object with an object named attention")
+            raise ModelError(f"{where} is {shown(block)}, but has to be an object with an object named attention")
         attention = Fields(block["attention"], architecture=fields.architecture, where=where)
         if attention.flag("no_op") or attention.flag("replace_with_linear"):
             layers.append(())

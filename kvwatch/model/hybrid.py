@@ -62,7 +62,7 @@ def _mamba2_of(fields: Fields) -> LayerCache:
         channels=channels,
         groups=fields.count("mamba_n_groups", default=1),
         heads=heads,
-        head_dim=channels // heads if given in {None, "auto"} else fields.count("mamba_d_head"),
+        head_dim=channels // heads if given is None or given == "auto" else fields.count("mamba_d_head"),
         state_size=fields.count("mamba_d_state"),
         conv_kernel=fields.count("mamba_d_conv", default=4),
     )
@@ -101,10 +101,9 @@ def _nemotron_h(fields: Fields) -> Layout:
     kinds = {"M": (state,), "*": (attention,), "-": (), "E": ()}
     names = {"mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*", "mlp": "-", "moe": "E"}
     pattern = fields.raw("hybrid_override_pattern")
-    if isinstance(pattern, list):
-        pattern = [names.get(kind, kind) for kind in pattern]
-    if pattern is None:
-        pattern = [names.get(kind, kind) for kind in fields.items("layers_block_type", "layer_types") or []]
+    if not isinstance(pattern, str):
+        listed = fields.items("hybrid_override_pattern", "layers_block_type", "layer_types")
+        pattern = [names.get(kind, kind) for kind in listed or []]
     if not pattern:
         raise fields.lacks("hybrid_override_pattern", "layers_block_type")
     unknown = [mark for mark in pattern if not isinstance(mark, str) or mark not in kinds]

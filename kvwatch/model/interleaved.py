@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from kvwatch.errors import ModelError
 from kvwatch.model.dims import dims, head_count, layer_count
-from kvwatch.model.fields import Fields
+from kvwatch.model.fields import Fields, shown
 from kvwatch.model.spec import LayerCache, Layout, full, sliding
 
 ARCHITECTURES = (
@@ -94,7 +94,7 @@ def _type(fields: Fields, index: int, kind: object) -> str:
         return _SLIDING
     if kind in {_FULL, "attention"}:
         return _FULL
-    raise ModelError(f"{fields.where}: layer_types[{index}] is {kind!r}, but has to be {_SLIDING} or {_FULL}")
+    raise ModelError(f"{fields.where}: layer_types[{index}] is {shown(kind)}, but has to be {_SLIDING} or {_FULL}")
 
 
 def _full_every(fields: Fields, architecture: str) -> int:

@@ -8,7 +8,7 @@ vllm/model_executor/models/deepseek_v2.py (Indexer), vllm/models/deepseek_v32/at
 
 from kvwatch.errors import ModelError
 from kvwatch.model.dims import dims, layer_count
-from kvwatch.model.fields import Fields
+from kvwatch.model.fields import Fields, shown
 from kvwatch.model.spec import LayerCache, Layout, full
 
 ARCHITECTURES = (
@@ -72,7 +72,7 @@ def _without_indexer(fields: Fields, layers: int) -> frozenset[int]:
     pattern = fields.raw("index_topk_pattern")
     if pattern is not None:
         if not isinstance(pattern, (str, list)):
-            raise ModelError(f"{fields.where}: index_topk_pattern is {pattern!r}, but has to be text or a list")
+            raise ModelError(f"{fields.where}: index_topk_pattern is {shown(pattern)}, but has to be text or a list")
         return frozenset(number for number, mark in enumerate(pattern[:layers]) if mark == "S")
     every = fields.count("index_topk_freq", default=1)
     offset = fields.count_or_zero("index_skip_topk_offset", default=2)

@@ -8,6 +8,7 @@ vLLM 0.32.0 (vllm/model_executor/models/registry.py for the wrappers).
 from collections.abc import Mapping
 from typing import Any
 
+_DEEPEST = 6
 SECTIONS = ("text_config", "llm_config", "language_config", "thinker_config", "language_model", "text_model_config")
 
 # Wrapper architecture -> architecture of its language model; None: as `text_config` says.
@@ -142,16 +143,16 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def text_section(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], str] | None:
+def text_section(config: Mapping[str, Any], *, depth: int = 1) -> tuple[Mapping[str, Any], str] | None:
     """The nested object that describes the language model, and its path; None for a plain text model.
 
-    Qwen Omni nests twice: thinker_config.text_config.
+    Qwen Omni nests twice: thinker_config.text_config. Whatever lies deeper than `_DEEPEST` levels is no model's.
     """
     for name in SECTIONS:
         nested = config.get(name)
         if not isinstance(nested, Mapping) or not nested:
             continue
-        deeper = text_section(nested)
+        deeper = text_section(nested, depth=depth + 1) if depth < _DEEPEST else None
         if deeper is not None:
             return deeper[0], f"{name}.{deeper[1]}"
         return nested, name
