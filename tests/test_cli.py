@@ -124,6 +124,29 @@ def test_json_and_yaml_hold_the_same_report(command: str) -> None:
     assert list(json.loads(as_json))[:2] == ["schema_version", "kind"]
 
 
+@pytest.mark.parametrize("command", ["check", "recommend"])
+def test_html_is_one_page_that_does_not_refresh_and_exits_as_text_does(command: str) -> None:
+    result = run(command, THRASH, "--output", "html")
+    assert result.exit_code == 1
+    assert result.stdout.startswith("<!doctype html>")
+    assert "the KV pool is thrashing" in result.stdout
+    assert "as of 20" in result.stdout
+    assert "http-equiv='refresh'" not in result.stdout
+
+
+def test_args_are_the_flags_of_the_next_rollout_alone() -> None:
+    told = json.loads(run("recommend", THRASH, "--output", "json").stdout)["engines"][0]["recommendations"]
+    result = run("recommend", THRASH, "--output", "args")
+    assert result.exit_code == 1
+    assert result.stdout == " ".join(item["flag"] for item in told if item["apply"] == "restart") + "\n"
+
+
+def test_args_of_an_engine_that_is_fine_are_nothing() -> None:
+    result = run("recommend", HEALTHY, "--output", "args")
+    assert (result.exit_code, result.stdout) == (0, "")
+    assert "No flag is proposed" in result.stderr
+
+
 def test_recommend_names_what_to_do_before_what_is_fine() -> None:
     text = run("recommend", THRASH).stdout
     assert text.index("Now, without a restart") < text.index("unknown")

@@ -8,7 +8,7 @@ from kvwatch.cli.judge import judge, judging_options
 
 
 @click.command("check")
-@judging_options
+@judging_options()
 @click.pass_context
 def command(ctx: click.Context, /, **options: Any) -> None:
     """Judge the engines behind SOURCE...

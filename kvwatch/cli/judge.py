@@ -12,7 +12,7 @@ from kvwatch.finding import Status
 from kvwatch.render import data
 from kvwatch.report import Report, report
 from kvwatch.sources import parse
-from kvwatch.sources.gather import HISTORY_SECONDS, gather
+from kvwatch.sources.gather import HISTORY_SECONDS, Gathered, gather
 from kvwatch.window import windows
 
 if TYPE_CHECKING:  # a check does not load the simulator
@@ -21,8 +21,8 @@ if TYPE_CHECKING:  # a check does not load the simulator
 FAIL_ON = {"warning": Status.WARNING, "critical": Status.CRITICAL}
 
 
-def judging_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Every option of `check` and `recommend`."""
+def judging_options(*more_formats: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Every option that `check` and `recommend` share; `more_formats` are those of one of them."""
     fail_on = click.option(
         "--fail-on",
         type=click.Choice(tuple(FAIL_ON)),
@@ -30,7 +30,8 @@ def judging_options(command: Callable[..., Any]) -> Callable[..., Any]:
         show_default=True,
         help="Exit 1 if a finding is at least this bad.",
     )
-    return source_options(engine_flags(fail_on(output_option("text", "json", "yaml")(command))))
+    output = output_option("text", "json", "yaml", "html", *more_formats)
+    return lambda command: source_options(engine_flags(fail_on(output(command))))
 
 
 def judge(
@@ -50,15 +51,7 @@ def judge(
     With an objective, settings for engines in trouble are simulated and it chooses among them.
     """
     told = given(ctx, flags)
-    parsed = tuple(parse(source) for source in sources)
-    is_given = ctx.get_parameter_source("window_seconds") is not click.core.ParameterSource.DEFAULT
-    found = gather(
-        parsed,
-        window_seconds=window_seconds,
-        history_seconds=window_seconds if is_given and window_seconds > 0 else HISTORY_SECONDS,
-        headers=headers_from(headers),
-        progress=Progress(", ".join(source.given for source in parsed if source.is_live)),
-    )
+    found = read_sources(ctx, sources, window_seconds=window_seconds, headers=headers)
     made = windows(found.snapshots)
     judged = report(
         made,
@@ -67,7 +60,9 @@ def judge(
         simulate=objective is not None,
         objective=objective or "balanced",
     )
-    write_result(render(judged, output, recommendations_first=recommendations_first))
+    write_result(rendered := render(judged, output, recommendations_first=recommendations_first))
+    if not rendered:
+        click.echo("No flag is proposed for the next rollout; --output text says why.", err=True)
     for failure in found.failures:
         click.echo(f"Error: {failure}", err=True)
     if found.failures:
@@ -76,11 +71,35 @@ def judge(
         ctx.exit(1)
 
 
+def read_sources(
+    ctx: click.Context, sources: tuple[str, ...], *, window_seconds: float, headers: tuple[str, ...]
+) -> Gathered:
+    """SOURCE... as given -> what they gave. Says on stderr that a live one is sampled."""
+    parsed = tuple(parse(source) for source in sources)
+    is_given = ctx.get_parameter_source("window_seconds") is not click.core.ParameterSource.DEFAULT
+    return gather(
+        parsed,
+        window_seconds=window_seconds,
+        history_seconds=window_seconds if is_given and window_seconds > 0 else HISTORY_SECONDS,
+        headers=headers_from(headers),
+        progress=Progress(", ".join(source.given for source in parsed if source.is_live)),
+    )
+
+
 def render(judged: Report, output: str, *, recommendations_first: bool) -> str:
     if output == "json":
         return data.to_json(data.report_data(judged))
     if output == "yaml":
         return data.to_yaml(data.report_data(judged))
+    if output == "html":
+        from kvwatch.render.html import report_html
+
+        times = [engine.at_seconds for engine in judged.engines if engine.at_seconds is not None]
+        return report_html(judged, at_seconds=max(times, default=None)).rstrip("\n")
+    if output == "args":
+        from kvwatch.render.args import report_args
+
+        return report_args(judged)
     from kvwatch.render.text import report_text
 
     return report_text(

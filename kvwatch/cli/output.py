@@ -7,9 +7,12 @@ import click
 
 
 def write_result(text: str) -> None:
-    """Print the result. A reader that has seen enough, such as `head`, does not change the exit code."""
+    """Print the result; an empty one prints no line.
+
+    A reader that has seen enough, such as `head`, does not change the exit code.
+    """
     try:
-        click.echo(text)
+        click.echo(text, nl=bool(text))
     except BrokenPipeError:
         discard_stdout()
 

@@ -8,7 +8,7 @@ from kvwatch.cli.judge import judge, judging_options
 
 
 @click.command("recommend")
-@judging_options
+@judging_options("args")
 @click.option(
     "--objective",
     type=click.Choice(("balanced", "stability", "latency")),
@@ -22,6 +22,8 @@ def command(ctx: click.Context, /, **options: Any) -> None:
 
     Where requests are preempted or held back, the load is reconstructed from the window and simulated under other
     settings; a longer --window makes that more exact.
+
+    --output args prints the flags alone, one line per engine, to be pasted into its command line.
 
     SOURCE is a vLLM server (http://HOST:8000), a saved metrics page, a capture folder, - for standard input, or
     prometheus+http://HOST:9090?selector={...} for engines behind Prometheus, Thanos, Mimir or VictoriaMetrics.
