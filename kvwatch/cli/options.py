@@ -60,6 +60,11 @@ def headers_from(texts: tuple[str, ...]) -> dict[str, str]:
 
 def source_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """SOURCE..., --window and --header."""
+    return click.argument("sources", nargs=-1, required=True, metavar="SOURCE...")(sampling_options(command))
+
+
+def sampling_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """--window and --header: how a source is read."""
     command = click.option(
         "--header",
         "headers",
@@ -68,7 +73,7 @@ def source_options(command: Callable[..., Any]) -> Callable[..., Any]:
         metavar="'NAME: VALUE'",
         help="Send this header with every scrape.",
     )(command)
-    command = click.option(
+    return click.option(
         "--window",
         "window_seconds",
         type=DURATION,
@@ -77,7 +82,6 @@ def source_options(command: Callable[..., Any]) -> Callable[..., Any]:
         help="How long to sample a live server; of a history, the last 5m unless given. A capture folder is read "
         "whole, a file is one page.",
     )(command)
-    return click.argument("sources", nargs=-1, required=True, metavar="SOURCE...")(command)
 
 
 def output_option(*formats: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -73,17 +73,6 @@ def vllm_flags(command: Callable[..., Any]) -> Callable[..., Any]:
     for flag in reversed(FLAGS):
         command = _option(flag)(command)
     own = (
-        click.option("--model", metavar="PATH|NAME", help="config.json, its folder, or a known model's name."),
-        click.option("--gpu", metavar="NAME", help="The GPU: H100, L4, A100-40GB, 'NVIDIA H100 80GB HBM3', ..."),
-        click.option("--gpu-memory-gib", type=float, metavar="GIB", help="Memory of one GPU as its driver reports it."),
-        click.option("--vllm-version", metavar="X.Y.Z", help="vLLM's version; decides rules and defaults."),
-        click.option("--vllm-args", metavar="'...'", help="A whole vllm serve command line, as in a pod spec."),
-        click.option(
-            "--vllm-args-file",
-            type=click.Path(dir_okay=False, allow_dash=True),
-            metavar="FILE",
-            help="A file with such a command line; - is standard input.",
-        ),
         click.option(
             "--num-speculative-tokens", type=click.IntRange(min=0), metavar="N", help="Draft tokens per step."
         ),
@@ -96,6 +85,26 @@ def vllm_flags(command: Callable[..., Any]) -> Callable[..., Any]:
         ),
     )
     for option in reversed(own):
+        command = option(command)
+    return engine_options(command)
+
+
+def engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The model, the GPU, the version and whole command lines, for a command whose own flags are vLLM's."""
+    options = (
+        click.option("--model", metavar="PATH|NAME", help="config.json, its folder, or a known model's name."),
+        click.option("--gpu", metavar="NAME", help="The GPU: H100, L4, A100-40GB, 'NVIDIA H100 80GB HBM3', ..."),
+        click.option("--gpu-memory-gib", type=float, metavar="GIB", help="Memory of one GPU as its driver reports it."),
+        click.option("--vllm-version", metavar="X.Y.Z", help="vLLM's version; decides rules and defaults."),
+        click.option("--vllm-args", metavar="'...'", help="A whole vllm serve command line, as in a pod spec."),
+        click.option(
+            "--vllm-args-file",
+            type=click.Path(dir_okay=False, allow_dash=True),
+            metavar="FILE",
+            help="A file with such a command line; - is standard input.",
+        ),
+    )
+    for option in reversed(options):
         command = option(command)
     return command
 

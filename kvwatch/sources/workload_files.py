@@ -94,8 +94,9 @@ def _text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except OSError as error:
         known = ", ".join(BUILT_IN)
+        server = f"; for a server give http://{path}" if ":" in str(path) or str(path) == "localhost" else ""
         raise SourceError(
-            f"{path}: {error.strerror}; a workload is a file or the name of a built-in one ({known})"
+            f"{path}: {error.strerror}; a workload is a file or the name of a built-in one ({known}){server}"
         ) from error
     except UnicodeDecodeError as error:
         raise SourceError(f"{path} is not UTF-8 text: {error}") from error
