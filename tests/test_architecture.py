@@ -36,8 +36,8 @@ JUDGEMENT = """
 """
 # How it is shown. Pure as well.
 PRESENTATION = """
-    render render.budget_data render.data render.options_text render.text render.budget_text render.simulation
-    render.html_assets render.html render.prometheus render.alertmanager
+    render render.args render.budget_data render.data render.options_text render.text render.budget_text render.simulation
+    render.html_assets render.simulation_assets render.simulation_html render.html render.prometheus render.alertmanager
     generate generate.panels generate.queries generate.frame generate.engine_page generate.fleet generate.incident
     generate.dashboards generate.reference generate.rules
     promql vllm_names lint render.lint
@@ -47,7 +47,7 @@ SHELLS = """
     config sources sources.capture sources.scrape sources.prometheus_session sources.prometheus sources.gather
     sources.model_files sources.workload_files lint_files
     sinks sinks.alertmanager server adviser agent plugin demo
-    cli.output cli cli.options cli.vllm_flags cli.kv_memory cli.engine_flags cli.judge cli.* __main__
+    cli.output cli cli.options cli.vllm_flags cli.kv_memory cli.engine_flags cli.judge cli.observed_load cli.* __main__
 """
 PURE = (LIVE, BUDGET, WHAT_IF, JUDGEMENT, PRESENTATION)
 LAYERS = tuple(chain.from_iterable(part.split() for part in (*PURE, SHELLS)))
