@@ -18,6 +18,7 @@ MAX_PAGE_BYTES = 16 * 1024 * 1024
 
 _GZIP_MAGIC = b"\x1f\x8b"
 _LABEL = re.compile(r'\s*([a-zA-Z_][a-zA-Z0-9_]*)\s*=\s*"((?:[^"\\]|\\.)*)"\s*(?:,|$)')
+_NO_MORE_LABELS = re.compile(r"[ \t,]*\Z")
 _LABELS_END = re.compile(r'(?:[^"}]|"(?:[^"\\]|\\.)*")*\}')
 _ESCAPE = re.compile(r'\\[\\n"]')
 _UNESCAPED = {"\\\\": "\\", "\\n": "\n", '\\"': '"'}
@@ -119,7 +120,7 @@ def _labels_end(line: str, brace: int) -> int:
 def _labels(text: str) -> dict[str, str]:
     labels: dict[str, str] = {}
     position = 0
-    while text[position:].strip(" \t,"):
+    while not _NO_MORE_LABELS.match(text, position):
         match = _LABEL.match(text, position)
         if match is None:
             raise ValueError(f"labels {text!r}")

@@ -11,7 +11,7 @@ from kvwatch import checks
 from kvwatch.analytic import estimate
 from kvwatch.capacity import Capacity, EngineFacts, contradicted_max_model_len, live_capacity
 from kvwatch.checks import metrics_missing
-from kvwatch.checks.check import EngineView
+from kvwatch.checks.check import EngineView, Fleet
 from kvwatch.errors import NoData
 from kvwatch.finding import Finding, Status, Verdict, worst
 from kvwatch.proposal import Proposals, Recommendation, SettingOption, SimulationBasis, Withheld
@@ -120,13 +120,13 @@ def report(
     engines = []
     windows = tuple(windows)
     current = tuple(window for window in windows if window.key not in gone)
+    fleets = _fleets(current)
     for window in windows:
         if window.key in gone:
             engines.append(unseen_engine(window.key, gone.pop(window.key), window.latest.at_seconds))
         else:
-            peers = tuple(other for other in current if _serves_the_same(other, window))
             own = known.get(window.key.target, EngineFacts())
-            engines.append(engine_report(window, own, limits, proposer, peers))
+            engines.append(engine_report(window, own, limits, proposer, fleets[window.key.model_name]))
     engines += [unseen_engine(key, reason, None) for key, reason in gone.items()]
     engines.sort(key=lambda engine: (-engine.worst.rank, engine.key))
     return Report(
@@ -157,9 +157,12 @@ def _simulating(objective: Objective) -> Proposer:
     return partial(recommend, objective=objective)
 
 
-def _serves_the_same(other: Window, window: Window) -> bool:
-    """Whether another engine serves the same model."""
-    return other.key != window.key and other.key.model_name == window.key.model_name
+def _fleets(windows: Iterable[Window]) -> dict[str, Fleet]:
+    """The engines that serve the same model, by its name."""
+    by_model: dict[str, list[Window]] = {}
+    for window in windows:
+        by_model.setdefault(window.key.model_name, []).append(window)
+    return {name: Fleet(serving) for name, serving in by_model.items()}
 
 
 def engine_report(
@@ -167,10 +170,10 @@ def engine_report(
     facts: EngineFacts,
     limits: Thresholds,
     proposer: Proposer = estimate,
-    peers: tuple[Window, ...] = (),
+    fleet: Fleet | None = None,
 ) -> EngineReport:
     capacity = live_capacity(window.latest.cache_config, facts)
-    view = EngineView(window=window, capacity=capacity, facts=facts, peers=peers)
+    view = EngineView(window=window, capacity=capacity, facts=facts, fleet=fleet or Fleet())
     findings = checks.evaluate_all(view, limits)
     proposals = proposer(view, findings, limits)
     inferred = window.latest.vllm_version_at_least

@@ -1,6 +1,7 @@
 """One engine at one instant: what every source becomes before anything is judged."""
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -128,15 +129,17 @@ def snapshots(samples: Iterable[Sample], *, at_seconds: float, target: str = "")
         for labels in configs:
             key = _key(labels, target)
             collected.setdefault(replace(key, engine=key.engine or DEFAULT_ENGINE), _Collected())
-    servers = [(key.target, key.model_name) for key in collected]
+    engines = Counter((key.target, key.model_name) for key in collected)
+    models = Counter(target for target, _ in engines)
+    config_of = _Configs(configs, target)
     return tuple(
         collected[key].snapshot(
             key=key,
             at_seconds=at_seconds,
             process_start=starts.get(key.target, starts.get(target)),
             proof=proofs.get((key.target, key.model_name)),
-            config_labels=_config_of(key, configs, target, len({m for t, m in servers if t == key.target})),
-            engines=servers.count((key.target, key.model_name)),
+            config_labels=config_of(key, models[key.target]),
+            engines=engines[key.target, key.model_name],
         )
         for key in sorted(collected)
     )
@@ -169,9 +172,13 @@ def _settle_series_without_engine(collected: "dict[EngineKey, _Collected]") -> N
 
     vLLM before 0.8 has no engine label; vLLM 0.32 counts admission rejections per server, beside labelled engines.
     """
+    labelled: dict[tuple[str, str], list[EngineKey]] = {}
+    for key in collected:
+        if key.engine:
+            labelled.setdefault((key.target, key.model_name), []).append(key)
     for key in [key for key in collected if not key.engine]:
         shared = collected.pop(key)
-        same_server = [k for k in collected if (k.target, k.model_name) == (key.target, key.model_name)]
+        same_server = labelled.get((key.target, key.model_name), [])
         for engine in same_server:
             collected[engine].fill_from(shared)
         if not same_server:
@@ -312,18 +319,30 @@ def _version(text: str | None) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(".")) if text else ()
 
 
-def _config_of(key: EngineKey, configs: list[Mapping[str, str]], target: str, models: int) -> Mapping[str, str]:
-    """The info series of this engine. It has no model label, and no engine label before vLLM 0.9.
+class _Configs:
+    """The info series of a page. They have no model label, and no engine label before vLLM 0.9."""
 
-    Where several models share a place, or several series an engine, it cannot be told whose series it is: none then.
-    """
-    same_place = [c for c in configs if _key(c, target).target == key.target]
-    same_place = same_place or [c for c in configs if _key(c, target).target == target]
-    mine = [c for c in same_place if c.get(ENGINE_LABEL) == key.engine and c.get(MODEL_LABELS[0]) == key.model_name]
-    if not mine and models == 1:
-        mine = [c for c in same_place if c.get(ENGINE_LABEL) == key.engine]
-        mine = mine or [c for c in same_place if ENGINE_LABEL not in c]
-    return mine[0] if len(mine) == 1 else {}
+    def __init__(self, configs: Iterable[Mapping[str, str]], target: str) -> None:
+        self._target = target
+        self._places: set[str] = set()
+        self._by_engine: dict[tuple[str, str | None], list[Mapping[str, str]]] = {}
+        self._by_model: dict[tuple[str, str | None, str | None], list[Mapping[str, str]]] = {}
+        for labels in configs:
+            place, engine, model = _key(labels, target).target, labels.get(ENGINE_LABEL), labels.get(MODEL_LABELS[0])
+            self._places.add(place)
+            self._by_engine.setdefault((place, engine), []).append(labels)
+            self._by_model.setdefault((place, engine, model), []).append(labels)
+
+    def __call__(self, key: EngineKey, models: int) -> Mapping[str, str]:
+        """The labels of this engine's series.
+
+        Where several models share a place, or several series an engine, it cannot be told whose series it is: none.
+        """
+        place = key.target if key.target in self._places else self._target
+        mine = self._by_model.get((place, key.engine, key.model_name))
+        if not mine and models == 1:
+            mine = self._by_engine.get((place, key.engine)) or self._by_engine.get((place, None))
+        return mine[0] if mine and len(mine) == 1 else {}
 
 
 def _cache_config(labels: Mapping[str, str], engines: int) -> CacheConfig:

@@ -28,7 +28,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvwatch import checks
 from kvwatch.budget import Budget, predict
 from kvwatch.capacity import EngineFacts, live_capacity
-from kvwatch.checks.check import Check, EngineView
+from kvwatch.checks.check import Check, EngineView, Fleet
 from kvwatch.engine import EngineConfig
 from kvwatch.errors import ExpositionError
 from kvwatch.exposition import read_samples
@@ -144,8 +144,8 @@ def findings(scenario: Scenario, limits: Thresholds = DEFAULTS) -> dict[EngineKe
     judged = {}
     for window in recent:
         capacity = live_capacity(window.latest.cache_config, scenario.facts)
-        peers = tuple(w for w in recent if w.key != window.key and w.key.model_name == window.key.model_name)
-        view = EngineView(window=window, capacity=capacity, facts=scenario.facts, peers=peers)
+        fleet = Fleet(other for other in recent if other.key.model_name == window.key.model_name)
+        view = EngineView(window=window, capacity=capacity, facts=scenario.facts, fleet=fleet)
         judged[window.key] = checks.evaluate_all(view, limits)
     return judged
 

@@ -1,6 +1,7 @@
 import gzip
 import math
 from pathlib import Path
+from time import process_time
 
 import pytest
 from hypothesis import given
@@ -145,3 +146,14 @@ def test_a_small_gzip_of_a_huge_page_is_refused_without_unpacking_it_all() -> No
 def test_bytes_that_are_no_text_are_refused() -> None:
     with pytest.raises(ExpositionError, match="not UTF-8"):
         decode(b"\x80\x81\x82")
+
+
+def test_the_work_of_a_line_grows_with_its_labels_and_not_with_their_square() -> None:
+    def seconds(labels: int) -> float:
+        many = ",".join(f'a_label_with_a_long_name_{n}="b"' for n in range(labels))
+        page = f"vllm:num_requests_running{{{many}}} 1\n"
+        started = process_time()
+        assert len(read_samples(page)[0].labels) == labels
+        return process_time() - started
+
+    assert min(seconds(20_000) for _ in range(3)) < 9 * min(seconds(5_000) for _ in range(3))

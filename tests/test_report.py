@@ -1,6 +1,7 @@
 """The report: every engine, every check, the worst first."""
 
 from dataclasses import replace
+from time import process_time
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -72,3 +73,17 @@ def test_restarts_are_told() -> None:
     pages = [engine_page(finished=n, started=s) for n, s in ((5, 1), (6, 1), (0, 99), (1, 99))]
     (engine,) = report([window_of(pages)]).engines
     assert (engine.restarts, engine.observed["finished_requests_per_second"]) == (1, 2 / 20)
+
+
+def test_the_work_of_a_report_grows_with_the_engines_and_not_with_their_square() -> None:
+    def seconds(engines: int) -> float:
+        page = "".join(
+            engine_page(waiting=n % 2, usage=0.5, engine=str(n), started=None, without=("request_",))
+            for n in range(engines)
+        )
+        made = windows([*read(page, 0), *read(page, 10)])
+        started = process_time()
+        assert len(report(made).engines) == engines
+        return process_time() - started
+
+    assert min(seconds(600) for _ in range(2)) < 9 * min(seconds(150) for _ in range(2))

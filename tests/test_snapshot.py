@@ -3,6 +3,7 @@
 import csv
 import math
 from dataclasses import replace
+from time import process_time
 
 import pytest
 from hypothesis import given
@@ -11,7 +12,7 @@ from pages import CAPTURES, DATA, EXPOSITION, engine_page, histogram, labels, re
 
 from kvwatch import vllm_metrics as vm
 from kvwatch.errors import ExpositionError
-from kvwatch.exposition import Sample
+from kvwatch.exposition import Sample, read_samples
 from kvwatch.snapshot import CacheConfig, EngineKey, Snapshot, snapshots
 
 CONFIG = {"block_size": "16", "num_gpu_blocks": "1000", "enable_prefix_caching": "True", "engine": "0"}
@@ -291,3 +292,19 @@ def test_the_order_of_lines_does_not_matter(lines: list[str]) -> None:
     assert [replace(s, histograms={}) for s in read("".join(kept))] == [
         replace(s, histograms={}) for s in read("".join(sorted(kept)))
     ]
+
+
+def test_the_work_of_a_page_grows_with_its_engines_and_not_with_their_square() -> None:
+    def seconds(engines: int) -> float:
+        page = "".join(
+            engine_page(model_name=f"m{n % 7}", engine=str(n), started=None, without=("bucket",), config=config)
+            + f'vllm:num_preemptions_total{{model_name="alone{n}"}} 1\n'
+            for n in range(engines)
+            for config in ({"engine": str(n), "num_gpu_blocks": "9"},)
+        )
+        samples = read_samples(page)
+        started = process_time()
+        assert len(snapshots(samples, at_seconds=0.0)) == 2 * engines
+        return process_time() - started
+
+    assert min(seconds(2000) for _ in range(3)) < 9 * min(seconds(500) for _ in range(3))

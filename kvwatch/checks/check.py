@@ -3,8 +3,9 @@
 A check may not read a clock, do I/O, catch errors, format for a terminal or propose a setting.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from kvwatch.capacity import Capacity, EngineFacts
 from kvwatch.errors import NoData
@@ -17,14 +18,35 @@ ENGINE = "{{ $labels.model_name }} engine {{ $labels.engine }} on {{ or $labels.
 RUNBOOK_URL = "https://github.com/kvwatch/kvwatch/blob/main/docs/checks/{check}.md"
 
 
+_T = TypeVar("_T")
+
+
+class Fleet:
+    """All engines that serve one model. What a check needs of all of them is derived once, not once per engine."""
+
+    def __init__(self, windows: Iterable[Window] = ()) -> None:
+        self.windows = tuple(windows)
+        self._derived: dict[tuple[Any, ...], Any] = {}
+
+    def derived(self, derive: Callable[..., _T], *arguments: Any) -> _T:
+        """`derive(windows, *arguments)`, the same object for every engine."""
+        key = (derive, *arguments)
+        if key not in self._derived:
+            self._derived[key] = derive(self.windows, *arguments)
+        found: _T = self._derived[key]
+        return found
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineView:
-    """All that checks and recommendations may look at for one engine. `peers` are the others that serve its model."""
+    """All that checks and recommendations may look at for one engine. `fleet` is every engine of its model, itself
+    included; an empty one where only this engine is looked at.
+    """
 
     window: Window
     capacity: Capacity
     facts: EngineFacts
-    peers: tuple[Window, ...] = ()
+    fleet: Fleet = field(default_factory=Fleet)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

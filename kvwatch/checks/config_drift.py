@@ -23,31 +23,49 @@ replica shows does not hold for the others.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from kvwatch.checks.check import ENGINE, AlertRule, Check, EngineView, reported, warning
 from kvwatch.finding import Status, Verdict
 from kvwatch.recording import CONFIG_LABELS, config_labels, indented, signals
 from kvwatch.snapshot import CacheConfig
 from kvwatch.thresholds import Thresholds
+from kvwatch.window import Window
 
 
 def evaluate(view: EngineView, limits: Thresholds) -> Verdict:
     own = view.window.latest.cache_config
-    peers = [peer.latest.cache_config for peer in view.peers]
-    if own == CacheConfig() or all(peer == CacheConfig() for peer in peers):
+    configs = view.fleet.derived(_Configs)
+    if own == CacheConfig() or configs.count < 2:
         return Verdict(status=Status.OK, summary="no other engine of this model to compare with")
-    configs = [own, *(peer for peer in peers if peer != CacheConfig())]
-    alike = Counter(map(_settings, configs))
-    if len(alike) > 1 and alike[_settings(own)] * 2 <= len(configs):
-        other = next(config for config in configs if _settings(config) != _settings(own))
+    settings = _settings(own)
+    if len(configs.first) > 1 and configs.alike[settings] * 2 <= configs.count:
+        other = next(config for other, config in configs.first.items() if other != settings)
         return _differs({name: f"{_text(own, name)} here, {_text(other, name)} elsewhere" for name in _odd(own, other)})
-    blocks = sorted(c.num_gpu_blocks for c in configs if c.num_gpu_blocks and _settings(c) == _settings(own))
+    blocks = configs.blocks[settings]
     if own.num_gpu_blocks and blocks:
         usual = blocks[len(blocks) // 2]
         if abs(own.num_gpu_blocks / usual - 1) > limits.capacity_deviation_ratio:
             return _differs({"num_gpu_blocks": f"{own.num_gpu_blocks} here, {usual} elsewhere"})
-    return Verdict(status=Status.OK, summary=f"configured as the other engines of this model ({len(configs) - 1})")
+    return Verdict(status=Status.OK, summary=f"configured as the other engines of this model ({configs.count - 1})")
+
+
+class _Configs:
+    """The configurations of all engines that tell theirs: by settings, how many, the first, the pools ascending."""
+
+    def __init__(self, windows: Iterable[Window]) -> None:
+        told = [w.latest.cache_config for w in windows if w.latest.cache_config != CacheConfig()]
+        self.count = len(told)
+        self.alike: Counter[tuple[object, ...]] = Counter()
+        self.first: dict[tuple[object, ...], CacheConfig] = {}
+        self.blocks: dict[tuple[object, ...], list[int]] = {}
+        for config in told:
+            settings = _settings(config)
+            self.alike[settings] += 1
+            self.first.setdefault(settings, config)
+            self.blocks.setdefault(settings, []).extend([config.num_gpu_blocks] if config.num_gpu_blocks else [])
+        for pools in self.blocks.values():
+            pools.sort()
 
 
 def _settings(config: CacheConfig) -> tuple[object, ...]:

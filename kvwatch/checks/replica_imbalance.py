@@ -23,6 +23,8 @@ Requests wait, and may be preempted, although the fleet has room for them.
 - Prefix-aware routing: weigh the engine's load against the cached prefix.
 """
 
+from collections.abc import Iterable
+
 from kvwatch.checks.check import ENGINE, AlertRule, Check, EngineView, warning
 from kvwatch.finding import Status, Verdict
 from kvwatch.recording import signals
@@ -37,18 +39,20 @@ def evaluate(view: EngineView, limits: Thresholds) -> Verdict:
     evidence = {"waiting_requests_minimum": waiting, "kv_cache_usage_ratio_mean": usage}
     if waiting <= 0:
         return Verdict(status=Status.OK, summary="no lasting queue", evidence=evidence)
-    idle = [
-        peer.mean(KV_CACHE_USAGE)
-        for peer in (other.last(limits.hold_seconds) for other in view.peers)
-        if _has_room(peer)
-    ]
-    evidence |= {"peers": len(view.peers), "peers_without_a_queue": len(idle)}
+    idle = view.fleet.derived(_usages_with_room, limits.hold_seconds)
+    evidence |= {"peers": len(view.fleet.windows) - 1, "peers_without_a_queue": len(idle)}
     if not idle:
         return Verdict(status=Status.OK, summary="no other engine of this model without a queue", evidence=evidence)
-    evidence["kv_cache_usage_ratio_mean_lowest"] = min(idle)
-    summary = f"{waiting:.0f} requests wait with {usage:.0%} of the pool held; another engine holds {min(idle):.0%}"
-    status = Status.WARNING if usage - min(idle) >= limits.imbalance_ratio else Status.OK
+    evidence["kv_cache_usage_ratio_mean_lowest"] = idle[0]
+    summary = f"{waiting:.0f} requests wait with {usage:.0%} of the pool held; another engine holds {idle[0]:.0%}"
+    status = Status.WARNING if usage - idle[0] >= limits.imbalance_ratio else Status.OK
     return Verdict(status=status, summary=summary, evidence=evidence)
+
+
+def _usages_with_room(windows: Iterable[Window], hold_seconds: float) -> list[float]:
+    """The mean usage of every engine that has room, ascending. An engine with a lasting queue has none."""
+    held = (window.last(hold_seconds) for window in windows)
+    return sorted(window.mean(KV_CACHE_USAGE) for window in held if _has_room(window))
 
 
 def _has_room(peer: Window) -> bool:
