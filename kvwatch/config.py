@@ -48,7 +48,9 @@ class Config:
 
     def __post_init__(self) -> None:
         if not self.targets:
-            raise SettingError("no engine to watch: give --target http://HOST:8000, or `target` in kvwatch.yaml")
+            raise SettingError(
+                "no engine to watch: give --target http://HOST:8000, or `target:` in the file of --config"
+            )
         if len(self.targets) > MAXIMUM_TARGETS:
             raise SettingError(f"{len(self.targets)} targets are more than the {MAXIMUM_TARGETS} one agent watches")
         twice = sorted({target for target in self.targets if self.targets.count(target) > 1})

@@ -18,7 +18,7 @@ Fewer requests fit than planned: queueing and preemptions start at a lower load 
 
 ## Mitigation
 
-- Free the GPU of other tenants, or lower `--gpu-memory-utilization` honestly and plan with the smaller pool.
+- Free the GPU of other tenants, or lower `--gpu-memory-utilization` to what is there and plan with the smaller pool.
 - `--kv-cache-memory-bytes` (vLLM 0.10.2 and later) fixes the pool instead of leaving it to profiling.
 """
 

@@ -11,7 +11,7 @@ Preemptions follow as the running requests grow, unless enough of them end early
 
 ## Diagnosis
 
-- Requests in flight times the 95th percentile of prompt plus answer, against the pool: the evidence of this check.
+- Requests in flight times the blocks that one holds on average, plus their spread, against the pool: the evidence.
 - `--max-num-seqs` defaults to 256 or 1,024, far beyond what most pools carry at long lengths.
 - The concurrency that vLLM logs at start is for requests of the maximum length; shorter ones fit more often.
 
@@ -54,7 +54,7 @@ def evaluate(view: EngineView, limits: Thresholds) -> Verdict:
         )
     return Verdict(
         status=Status.OK,
-        summary=f"{in_flight:.0f} requests in flight of {carried} that the pool carries at today's length",
+        summary=f"as few as {in_flight:.0f} requests in flight; the pool carries {carried} of today's length",
         evidence=evidence,
     )
 

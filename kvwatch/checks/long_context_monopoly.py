@@ -39,7 +39,7 @@ def evaluate(view: EngineView, limits: Thresholds) -> Verdict:
         "waiting_requests_minimum": waiting,
     }
     if waiting <= 0 or running <= 0:
-        return Verdict(status=Status.OK, summary="nobody waits behind a running request", evidence=evidence)
+        return Verdict(status=Status.OK, summary="no lasting queue behind running requests", evidence=evidence)
     share = usage / running
     evidence["kv_cache_usage_ratio_per_request"] = share
     what = f"{running:.0f} running requests hold {usage:.0%} of the pool, and {waiting:.0f} wait"

@@ -72,7 +72,7 @@ def evaluate(view: EngineView, limits: Thresholds) -> Verdict:
 def _not_the_cap(window: Window, limits: Thresholds, waiting: float, usage: float) -> str | None:
     """Why the cap of sequences cannot be the limit, None if it may be."""
     if waiting <= 0:
-        return "no queue"
+        return "no lasting queue"
     if usage >= limits.kv_cache_has_room_ratio:
         return f"the pool is the limit ({usage:.0%} held)"
     if window.latest.parts.get(REQUESTS_WAITING_BY_REASON.name, {}).get("deferred", 0.0) >= waiting:

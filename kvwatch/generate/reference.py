@@ -80,6 +80,10 @@ def threshold_texts() -> dict[str, str]:
 
 
 def metrics_page(limits: Thresholds = DEFAULTS) -> str:
+    from kvwatch.render.prometheus import CAPACITY, EVIDENCE, RECOMMENDED, STATE  # noqa: PLC0415 -- loads a library
+
+    figures = (*STATE.items(), *CAPACITY.values(), *EVIDENCE.values(), *RECOMMENDED.values())
+    exported = [(f"`{name}`", text) for name, text in figures]
     read = [
         (f"`{metric.exposed}`", metric.kind, metric.help, _former(metric), metric.since or "") for metric in METRICS
     ]
@@ -90,6 +94,10 @@ def metrics_page(limits: Thresholds = DEFAULTS) -> str:
         f"Names are accepted with any of these prefixes: {prefixes}. Where an old and a new name are on a page,\n"
         "the new one counts. A metric that is not on the page makes the checks that need it `unknown`.\n\n"
         f"{_table(('metric', 'type', 'meaning', 'former names', 'since vLLM'), read)}\n\n"
+        "## Exported by the agent\n\n"
+        "Gauges, one series per engine with the labels `target`, `model_name` and `engine`; the scrapes have `target`\n"
+        "alone, the status has `check` as well. A figure that is not known has no series.\n\n"
+        f"{_table(('metric', 'meaning'), exported)}\n\n"
         "## Recorded by the alert rules\n\n"
         "One series per engine, whatever the version or prefix; the labels of the scrape are kept.\n\n"
         f"{_table(('series', 'meaning'), recorded)}"

@@ -251,7 +251,7 @@ def _finding(finding: Finding, anchor: str) -> str:
 
 
 def _recommendation(item: Recommendation, anchor: str) -> str:
-    was = f" <span class='soft'>is {escape(_plain(item.current))}</span>" if item.current is not None else ""
+    was = f" <span class='soft'>now {escape(_plain(item.current))}</span>" if item.current is not None else ""
     predicted = "".join(
         f"<tr><td>{escape(name)}</td><td class='number'>{escape(_plain(value))}</td></tr>"
         for name, value in item.predicted.items()

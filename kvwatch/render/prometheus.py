@@ -16,6 +16,18 @@ from kvwatch.report import EngineReport, Report
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _ENGINE_LABELS = ("target", "model_name", "engine")
 
+BUILD, TIMESTAMP = "kvwatch_build_info", "kvwatch_report_timestamp_seconds"
+SCRAPE_SUCCESS, SCRAPE_DURATION = "kvwatch_scrape_success", "kvwatch_scrape_duration_seconds"
+CHECK_STATUS = "kvwatch_check_status"
+STATE: Mapping[str, str] = {
+    BUILD: "The kvwatch that writes this page.",
+    TIMESTAMP: "Unix time of the latest report.",
+    SCRAPE_SUCCESS: "Whether the target's latest page could be read.",
+    SCRAPE_DURATION: "How long the target's latest page took.",
+    CHECK_STATUS: "What a check says of an engine: 0 ok, 1 warning, 2 critical, 3 unknown.",
+}
+"""Metric -> help, of what the agent says about itself, its targets and its checks."""
+
 CAPACITY: Mapping[str, tuple[str, str]] = {
     "num_gpu_blocks": ("kvwatch_capacity_num_gpu_blocks", "KV-cache blocks the engine has."),
     "usable_blocks": ("kvwatch_capacity_usable_blocks", "KV-cache blocks requests can hold: all but the null block."),
@@ -76,25 +88,19 @@ class _Families(Collector):
         self._at_seconds = at_seconds
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        build = GaugeMetricFamily("kvwatch_build_info", "The kvwatch that writes this page.", labels=("version",))
+        build = GaugeMetricFamily(BUILD, STATE[BUILD], labels=("version",))
         build.add_metric((__version__,), 1)
         yield build
         if self._at_seconds is not None:
-            yield GaugeMetricFamily(
-                "kvwatch_report_timestamp_seconds", "Unix time of the latest report.", value=self._at_seconds
-            )
+            yield GaugeMetricFamily(TIMESTAMP, STATE[TIMESTAMP], value=self._at_seconds)
         if self._report is not None:
             yield from _scrapes(self._report)
             yield from _engines(self._report)
 
 
 def _scrapes(report: Report) -> Iterator[GaugeMetricFamily]:
-    success = GaugeMetricFamily(
-        "kvwatch_scrape_success", "Whether the target's latest page could be read.", labels=("target",)
-    )
-    duration = GaugeMetricFamily(
-        "kvwatch_scrape_duration_seconds", "How long the target's latest page took.", labels=("target",)
-    )
+    success = GaugeMetricFamily(SCRAPE_SUCCESS, STATE[SCRAPE_SUCCESS], labels=("target",))
+    duration = GaugeMetricFamily(SCRAPE_DURATION, STATE[SCRAPE_DURATION], labels=("target",))
     for scrape in report.scrapes:
         success.add_metric((scrape.target,), float(scrape.failure is None))
         duration.add_metric((scrape.target,), scrape.duration_seconds)
@@ -103,11 +109,7 @@ def _scrapes(report: Report) -> Iterator[GaugeMetricFamily]:
 
 
 def _engines(report: Report) -> Iterator[GaugeMetricFamily]:
-    status = GaugeMetricFamily(
-        "kvwatch_check_status",
-        "What a check says of an engine: 0 ok, 1 warning, 2 critical, 3 unknown.",
-        labels=(*_ENGINE_LABELS, "check"),
-    )
+    status = GaugeMetricFamily(CHECK_STATUS, STATE[CHECK_STATUS], labels=(*_ENGINE_LABELS, "check"))
     families = {
         name: GaugeMetricFamily(name, text, labels=_ENGINE_LABELS)
         for name, text in (*CAPACITY.values(), *EVIDENCE.values(), *RECOMMENDED.values())
