@@ -4,18 +4,21 @@
 (a default).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from kvwatch.budget import Budget, Costs, DoesNotFit, costs_of, plan_for, predict_from
 from kvwatch.demand import Arrivals, Mix, Row, mix, row
 from kvwatch.engine import EngineConfig, Source
 from kvwatch.errors import KvwatchError
+from kvwatch.flag_releases import FIRST_RELEASE
 from kvwatch.kv_dtypes import element_bytes
 from kvwatch.model.spec import LayerCache, ModelSpec
 from kvwatch.planning import Plan
-from kvwatch.versions import Version
+from kvwatch.versions import EARLIEST_KNOWN, Version, version_text
 
+_GIB = 1 << 30
+_UNSET = EngineConfig()
 DEFAULT_CONCURRENCY = (1, 8, 32, 128)
 _STATE_BLOCKS_CHECKED_SINCE: Version = (0, 20, 0)
 _CONTEXT_STEPS = (2048, 8192, 32768, 131072, 524288)
@@ -169,7 +172,7 @@ def _remedies(planned: Plan, engine: EngineConfig, memory_for: Callable[[EngineC
 
 def _warnings(planned: Plan, engine: EngineConfig, budget: Budget | None) -> tuple[str, ...]:
     """What vLLM refuses before or after it has planned the cache."""
-    found = []
+    found = [*_beyond_the_gpu(planned, budget), *_not_in_this_release(engine)]
     asked, most = planned.engine.max_model_len, planned.model.max_model_len
     if asked > most:
         found.append(
@@ -183,6 +186,28 @@ def _warnings(planned: Plan, engine: EngineConfig, budget: Budget | None) -> tup
             f"{budget.num_gpu_blocks} or less."
         )
     return tuple(found)
+
+
+def _beyond_the_gpu(planned: Plan, budget: Budget | None) -> Iterator[str]:
+    device = planned.engine.device
+    if budget is None or device is None or not device.memory_bytes:
+        return
+    pool = budget.num_gpu_blocks * planned.block_bytes_per_rank
+    if pool > device.memory_bytes:
+        yield (
+            f"{pool / _GIB:,.2f} GiB of KV cache per GPU are more than the {device.memory_bytes / _GIB:,.2f} GiB of "
+            f"{device.name or 'the GPU'}: vLLM takes the figure as given and then runs out of memory."
+        )
+
+
+def _not_in_this_release(engine: EngineConfig) -> Iterator[str]:
+    for name, first in FIRST_RELEASE.items():
+        is_given = getattr(engine, name, None) != getattr(_UNSET, name, None)
+        if is_given and first > max(engine.vllm_version, EARLIEST_KNOWN):
+            yield (
+                f"vLLM {version_text(engine.vllm_version)} may not know --{name.replace('_', '-')}: "
+                f"{version_text(first)} is the first release read that has it."
+            )
 
 
 def _lacks_state_blocks(planned: Plan, engine: EngineConfig, budget: Budget) -> bool:

@@ -15,6 +15,8 @@ from kvwatch.errors import SettingError
 from kvwatch.pages import ceil_div
 from kvwatch.planning import Plan
 
+_MOST_IN_FLIGHT = 1e12
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
@@ -103,6 +105,11 @@ def arrivals(*, arrival_rate: float, response_time: float, retry_ratio: float = 
             "the load grows without end"
         )
     effective = arrival_rate / (1 - retry_ratio)
+    if effective * response_time >= _MOST_IN_FLIGHT:
+        raise SettingError(
+            f"--arrival-rate {arrival_rate:g} per second for --response-time {response_time:g} seconds are "
+            f"{effective * response_time:g} requests in flight; no fleet has {_MOST_IN_FLIGHT:g}"
+        )
     return Arrivals(
         arrival_rate_per_second=arrival_rate,
         response_time_seconds=response_time,

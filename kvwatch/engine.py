@@ -106,6 +106,7 @@ class ResolvedEngine:
 def resolve(engine: EngineConfig, model: ModelSpec) -> ResolvedEngine:
     """The engine with vLLM's defaults filled in for this model, version and device. Raises SettingError."""
     _check(engine, model)
+    _check_batch(engine, model)
     rules = rules_of(engine.vllm_version)
     max_model_len = _max_model_len(engine, model)
     max_num_seqs, max_num_batched_tokens = _batch_limits(engine, max_model_len)
@@ -202,6 +203,15 @@ def _or(given: float | None, default: float) -> float:
 
 
 _DEFAULTS = EngineConfig()
+_BLOCK_STEP = 16  # tokens; get_supported_kernel_block_sizes of vllm/v1/attention/backends/*.py
+_STATE_DTYPES = ("auto", "float32", "float16", "bfloat16")
+# vllm/config/cache.py (MambaDType, MambaCacheMode; `all` in earlier versions), vllm/config/vllm.py (PerformanceMode)
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "performance_mode": ("balanced", "interactivity", "throughput"),
+    "mamba_cache_mode": ("none", "align", "all"),
+    "mamba_cache_dtype": _STATE_DTYPES,
+    "mamba_ssm_cache_dtype": _STATE_DTYPES,
+}
 
 _AT_LEAST_ONE = (
     "tensor_parallel_size",
@@ -229,9 +239,57 @@ def _check(engine: EngineConfig, model: ModelSpec) -> None:
         raise SettingError(f"--max-model-len is {engine.max_model_len}; give tokens, or -1 to fit the memory")
     if engine.dtype not in {"auto", *ELEMENT_BYTES}:
         raise SettingError(f"--dtype {engine.dtype!r} is unknown; vLLM knows auto, {', '.join(ELEMENT_BYTES)}")
-    check_kv_cache_dtype(engine.kv_cache_dtype, version=engine.vllm_version)
+    _check_kv_cache(engine, model)
+    _check_choices(engine)
     _check_shares(engine)
     _check_parallelism(engine, model)
+
+
+def _check_kv_cache(engine: EngineConfig, model: ModelSpec) -> None:
+    check_kv_cache_dtype(engine.kv_cache_dtype, version=engine.vllm_version)
+    # Backends that take these formats are the sparse ones (vllm/v1/attention/backends/mla/flashmla_sparse.py).
+    if engine.kv_cache_dtype.endswith("_ds_mla") and "mla_indexer" not in model.kinds:
+        raise SettingError(
+            f"--kv-cache-dtype {engine.kv_cache_dtype} is for latent attention with a sparse indexer (DeepSeek-V3.2, "
+            f"GLM with DSA), which {model.name} has not; vLLM would refuse to start. Try fp8."
+        )
+    size, on_gpu = engine.block_size, engine.device is not None and not engine.device.is_cpu
+    has_attention = bool(model.kinds - {"state"})
+    if size is not None and size % _BLOCK_STEP and on_gpu and has_attention and engine.vllm_version >= (0, 18):
+        raise SettingError(
+            f"--block-size is {size}; every attention backend of vLLM's takes multiples of {_BLOCK_STEP}, and vLLM "
+            "would refuse to start"
+        )
+
+
+def _check_choices(engine: EngineConfig) -> None:
+    for name, choices in _CHOICES.items():
+        value = getattr(engine, name)
+        if value is not None and value not in choices:
+            raise SettingError(f"{_flag(name)} {value!r} is unknown; vLLM knows {', '.join(choices)}")
+    for layer in engine.kv_cache_dtype_skip_layers:
+        if layer != "sliding_window" and not (layer.isascii() and layer.isdigit()):
+            raise SettingError(
+                f"--kv-cache-dtype-skip-layers names {layer!r}; vLLM knows layer numbers (0, 31) and sliding_window"
+            )
+
+
+def _check_batch(engine: EngineConfig, model: ModelSpec) -> None:
+    """SchedulerConfig.verify_max_model_len (vllm/config/scheduler.py)."""
+    tokens, seqs = engine.max_num_batched_tokens, engine.max_num_seqs
+    if tokens is None:
+        return
+    if seqs is not None and tokens < seqs:
+        raise SettingError(
+            f"--max-num-batched-tokens {tokens} is less than --max-num-seqs {seqs}: a step has to hold a token of each "
+            "request, and vLLM would refuse to start"
+        )
+    longest = _max_model_len(engine, model)
+    if engine.enable_chunked_prefill is False and tokens < longest and engine.max_model_len != -1:
+        raise SettingError(
+            f"--max-num-batched-tokens {tokens} is less than max_model_len {longest}, and --no-enable-chunked-prefill "
+            "allows no prompt to be spread over several steps; vLLM would refuse to start"
+        )
 
 
 def _check_shares(engine: EngineConfig) -> None:

@@ -1,4 +1,6 @@
-"""The first vLLM release that has each flag kvwatch may propose or simulate: nothing is proposed that a version lacks.
+"""The first vLLM release that has each flag kvwatch may propose, simulate or be given.
+
+Nothing is proposed that a version lacks, and a budget says where its version lacks a flag it was given.
 
 SOURCE: vllm/engine/arg_utils.py of releases 0.6.6 to 0.33.0. 0.6 stands for "every release known here". A setting
 without an entry is no flag of vLLM's (`gateway_max_in_flight`, `replicas`).
@@ -14,7 +16,14 @@ FIRST_RELEASE: dict[str, Version] = {
     "max_model_len": EARLIEST_KNOWN,
     "enable_prefix_caching": EARLIEST_KNOWN,
     "tensor_parallel_size": EARLIEST_KNOWN,
+    "disable_hybrid_kv_cache_manager": (0, 9, 2),
     "kv_cache_memory_bytes": (0, 10, 2),
+    "decode_context_parallel_size": (0, 10, 2),
+    "async_scheduling": (0, 10, 2),
+    "mamba_ssm_cache_dtype": (0, 10, 2),
+    "mamba_cache_mode": (0, 15, 0),
+    "performance_mode": (0, 17, 0),
+    "kv_cache_dtype_skip_layers": (0, 19, 0),
     "scheduler_reserve_full_isl": (0, 19, 0),
     "watermark": (0, 24, 0),
     "max_num_queued_reqs": (0, 29, 0),

@@ -120,7 +120,12 @@ def plan_memory(
             assumptions=(),
         )
     device = resolved.device
-    if device is None or device.is_cpu:
+    if device is not None and device.is_cpu:
+        raise SettingError(
+            "on a CPU vLLM takes the KV cache's memory from VLLM_CPU_KVCACHE_SPACE (GiB) or a share of the host's, "
+            "which is not estimated here. Give --kv-cache-memory-bytes N."
+        )
+    if device is None:
         raise SettingError(
             "the memory for the KV cache is unknown without a GPU. Give --gpu NAME, --gpu-memory-gib X, or "
             "--kv-cache-memory-bytes N with the bytes per GPU that vLLM logs as 'Available KV cache memory'."

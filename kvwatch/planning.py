@@ -112,7 +112,9 @@ def plan(model: ModelSpec, engine: ResolvedEngine) -> Plan:
     stages = _stages(model, engine, sizes)
     groups = _groups(stages, engine)
     block_bytes = tuple(max((group.stage_bytes[stage] for group in groups), default=0) for stage in range(len(stages)))
-    block_size = min((g.block_size_tokens for g in groups if g.kind not in _STATE_NAMES), default=sizes.block_size)
+    attention = [group.block_size_tokens for group in groups if group.kind not in _STATE_NAMES]
+    # vllm/v1/engine/core.py: the smallest attention block, and where there is none the smallest of all
+    block_size = min(attention or [group.block_size_tokens for group in groups], default=sizes.block_size)
     return Plan(
         model=model,
         engine=engine,

@@ -15,6 +15,7 @@ Version = tuple[int, int, int]
 
 LATEST_KNOWN: Version = (0, 33, 0)
 EARLIEST_KNOWN: Version = (0, 6, 0)
+_UNTAGGED = re.compile(r"v?0\.(?:1|0)\.dev\d")  # setuptools_scm's version of a checkout without tags
 _VERSION = re.compile(r"v?(\d{1,4})\.(\d{1,4})(?:\.(\d{1,6}))?(?![\d])[\w.+\-]*")
 
 TokensLine = Literal["blocks", "groups", "concurrency"]
@@ -23,6 +24,11 @@ ConcurrencyRule = Literal["tokens", "bytes", "groups"]
 
 def parse_version(text: str) -> Version:
     """`0.32.0`, `v0.11.1-dev`, `0.20.2rc1.dev249+g3ab` -> (major, minor, patch). Raises SettingError."""
+    if _UNTAGGED.match(text.strip()):
+        raise SettingError(
+            f"--vllm-version {text!r} is what vLLM calls itself when built without the repository's tags: it tells no "
+            "release. Give the release that the build is closest to, such as 0.32.0."
+        )
     found = _VERSION.fullmatch(text.strip())
     if found is None:
         raise SettingError(
@@ -34,13 +40,13 @@ def parse_version(text: str) -> Version:
 
 def engine_version(told: str | None, at_least: str | None) -> Version | None:
     """The version an engine told or was given, else the least its page implies; None where unknown or unreadable."""
-    text = told or at_least
-    if text is None:
-        return None
-    try:
-        return parse_version(text)
-    except SettingError:
-        return None
+    for text in (told, at_least):
+        try:
+            if text is not None:
+                return parse_version(text)
+        except SettingError:  # a name that tells no release: what the page implies is the next best
+            continue
+    return None
 
 
 def version_text(version: Version) -> str:

@@ -216,6 +216,12 @@ def test_the_cpu_has_blocks_of_128_tokens() -> None:
     assert predict(LLAMA_8B, EngineConfig(device=cpu), 40 * GIB).block_size_tokens == 128
 
 
+@pytest.mark.parametrize(("prefix_caching", "block_size"), [(None, 2048), (False, 2048), (True, 16)])
+def test_a_model_of_states_alone_has_their_block_size(prefix_caching: bool | None, block_size: int) -> None:
+    engine = EngineConfig(device=H100, vllm_version=(0, 32, 0), enable_prefix_caching=prefix_caching)
+    assert predict(budget_cases.model("Mamba2-2.7B"), engine, 40 * GIB).block_size_tokens == block_size
+
+
 def test_an_encoder_keeps_nothing() -> None:
     bert = read_model({"architectures": ["BertModel"], "num_hidden_layers": 12, "max_position_embeddings": 512})
     budget = predict(bert, EngineConfig(device=H100), GIB)
@@ -267,6 +273,8 @@ def test_littles_law_and_what_retries_add() -> None:
         arrivals(arrival_rate=1, response_time=1, retry_ratio=1.0)
     with pytest.raises(SettingError, match="finite"):
         arrivals(arrival_rate=-1, response_time=1)
+    with pytest.raises(SettingError, match="inf requests in flight; no fleet has 1e"):
+        arrivals(arrival_rate=1e308, response_time=1e308)
 
 
 def test_unequal_requests_are_summed() -> None:

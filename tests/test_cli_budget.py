@@ -332,3 +332,35 @@ def test_the_command_starts_without_heavy_libraries() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stderr.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("flags", "warning"),
+    [
+        (("--gpu", "L4", "--kv-cache-memory-bytes", "40GiB"), "40.00 GiB of KV cache per GPU are more than the 21.99"),
+        (("--gpu", "L4", "--num-gpu-blocks-override", "100000"), "GiB of KV cache per GPU are more than the 21.99"),
+        (("--vllm-version", "0.10.2", "--watermark", "0.02"), "vLLM 0.10.2 may not know --watermark: 0.24.0 is the"),
+        (("--vllm-version", "0.8.5", "--kv-cache-memory-bytes", "1GiB"), "not know --kv-cache-memory-bytes: 0.10.2"),
+    ],
+)
+def test_flags_that_vllm_takes_and_then_fails_on_are_warned_of(flags: tuple[str, ...], warning: str) -> None:
+    found = document("--model", "meta-llama/Llama-3.1-8B", "--max-model-len", "4096", *flags)
+    assert [text for text in found["warnings"] if warning in text] == found["warnings"]
+    assert len(found["warnings"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--model", "~nobody-of-this-name/x"), "--model ~nobody-of-this-name/x: "),
+        (("--model", "a" * 5000), "File name too long"),
+        (("--model", "meta-llama/Llama-3.1-8B", "--retry-ratio", "0.5"), "--arrival-rate and --response-time"),
+        (("--model", "meta-llama/Llama-3.1-8B", "--gpu", "cpu", "--gpu-memory-gib", "64"), "VLLM_CPU_KVCACHE_SPACE"),
+    ],
+)
+def test_what_cannot_be_used_is_one_error(arguments: tuple[str, ...], words: str) -> None:
+    result = run(*arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert words in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert len(result.stderr) < 400

@@ -11,7 +11,7 @@ from kvwatch.budget import plan_for
 from kvwatch.engine import Device, EngineConfig, resolve
 from kvwatch.errors import SettingError
 from kvwatch.model import read_model
-from kvwatch.versions import LATEST_KNOWN, parse_version, rules_of, version_text
+from kvwatch.versions import LATEST_KNOWN, engine_version, parse_version, rules_of, version_text
 from kvwatch.vllm_args import FLAGS, parse_command_line, whole_number
 
 GIB = 1 << 30
@@ -36,10 +36,20 @@ def test_versions_as_people_and_vllm_write_them(text: str, version: tuple[int, i
     assert parse_version(text) == version
 
 
-@pytest.mark.parametrize("text", ["", "latest", "0", "nightly-2026", "0.x", "1.2.3.4.5e9999\n0"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "latest", "0", "nightly-2026", "0.x", "0.1.dev20051+g1a2b3c", "v0.1.dev0", "1.2.3.4.5e9999\n0"],
+)
 def test_what_is_no_version_is_refused(text: str) -> None:
     with pytest.raises(SettingError, match="--vllm-version"):
         parse_version(text)
+
+
+def test_a_build_without_tags_has_the_version_that_its_page_implies() -> None:
+    assert engine_version("0.1.dev20051+g1a2b3c", "0.24.0") == (0, 24, 0)
+    assert engine_version("0.32.0", "0.24.0") == (0, 32, 0)
+    assert engine_version(None, "0.24.0") == (0, 24, 0)
+    assert engine_version("main", None) is None
 
 
 def test_the_rules_by_version() -> None:
@@ -180,11 +190,38 @@ def test_prefix_caching_and_state_blocks_by_kind_of_model() -> None:
         ({"kv_cache_dtype": "fp4"}, "--kv-cache-dtype 'fp4' is unknown"),
         ({"kv_cache_dtype": "octave_k3v4"}, "octave_k3v4 exists"),
         ({"kv_cache_dtype": "nvfp4", "vllm_version": (0, 11, 0)}, "needs vLLM 0.20.0 or newer"),
+        ({"kv_cache_dtype": "fp8_ds_mla"}, "fp8_ds_mla is for latent attention with a sparse indexer"),
+        ({"kv_cache_dtype_skip_layers": ("0", "last")}, "names 'last'; vLLM knows layer numbers"),
+        ({"performance_mode": "fast"}, "--performance-mode 'fast' is unknown; vLLM knows balanced"),
+        ({"mamba_cache_mode": "al"}, "--mamba-cache-mode 'al' is unknown"),
+        ({"mamba_cache_dtype": "fp8"}, "--mamba-cache-dtype 'fp8' is unknown"),
+        ({"mamba_ssm_cache_dtype": "f32"}, "--mamba-ssm-cache-dtype 'f32' is unknown"),
+        ({"block_size": 12, "device": H100}, "--block-size is 12; every attention backend"),
+        ({"max_num_seqs": 64, "max_num_batched_tokens": 8}, "8 is less than --max-num-seqs 64"),
+        (
+            {"enable_chunked_prefill": False, "max_num_batched_tokens": 2048},
+            "2048 is less than max_model_len 131072, and --no-enable-chunked-prefill",
+        ),
     ],
 )
 def test_settings_that_vllm_refuses_are_refused_by_name(flags: dict[str, Any], words: str) -> None:
     with pytest.raises(SettingError, match=words):
         resolve(EngineConfig(**flags), budget_cases.model("Llama-3.1-8B"))
+
+
+def test_what_vllm_accepts_is_not_refused_with_it() -> None:
+    model = budget_cases.model("Llama-3.1-8B")
+    for flags in (
+        {"max_num_seqs": 8, "max_num_batched_tokens": 8},
+        {"enable_chunked_prefill": False, "max_num_batched_tokens": 2048, "max_model_len": 2048},
+        {"enable_chunked_prefill": True, "max_num_batched_tokens": 2048},
+        {"kv_cache_dtype_skip_layers": ("31", "sliding_window")},
+        {"block_size": 8, "device": H100, "vllm_version": (0, 8, 5)},
+        {"block_size": 12},  # what an engine reports, on a device that is not told
+    ):
+        assert resolve(EngineConfig(**flags), model).max_num_batched_tokens >= 8
+    sparse = budget_cases.model("DeepSeek-V3.2")
+    assert resolve(EngineConfig(kv_cache_dtype="fp8_ds_mla"), sparse).kv_cache_dtype == "fp8_ds_mla"
 
 
 def test_heads_and_ranks_have_to_divide_each_other() -> None:

@@ -102,7 +102,7 @@ def _mixed(text: str) -> tuple[int, int]:
 
 
 def _arrivals(rate: float | None, response_time: float | None, retry_ratio: float) -> Arrivals | None:
-    if rate is None and response_time is None:
+    if rate is None and response_time is None and not retry_ratio:
         return None
     if rate is None or response_time is None:
         raise SettingError("--arrival-rate and --response-time belong together: in flight = rate × response time")

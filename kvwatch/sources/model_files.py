@@ -31,10 +31,17 @@ class ModelFiles:
 
 def load_model(text: str) -> ModelFiles:
     """The model that `text` means. Raises SourceError for a file that cannot be read, ModelError for what is in it."""
-    path = Path(text).expanduser()
-    if path.is_dir():
+    try:
+        path = Path(text).expanduser()
+        is_folder, is_file = path.is_dir(), path.is_file()
+    except (OSError, RuntimeError) as error:  # a name too long for a file; ~user of no user
+        reason = getattr(error, "strerror", None) or error
+        raise SourceError(
+            f"--model {text[:80]}: {reason}. Give a config.json, its folder, or a model's name."
+        ) from error
+    if is_folder:
         return _folder(path)
-    if path.is_file():
+    if is_file:
         return ModelFiles(name=_name(path), config=_object(path), weights_bytes=None, origin=str(path))
     if path.suffix == ".json" or text.startswith((".", "/", "~")):
         raise SourceError(f"--model {text}: no such file or folder. Give a config.json, its folder, or a model's name.")
