@@ -64,7 +64,7 @@ def thrashing(engine: str, receiver: Webhook) -> Iterator[Load]:
     try:
         eventually(
             lambda: load.errors or (load.answered >= OUTGROWING.clients and preemptions(engine) >= before + 5),
-            within_seconds=240,
+            within_seconds=480,
         )
         assert load.errors == []
         yield load
@@ -109,11 +109,12 @@ def test_a_healthy_engine_gets_no_warning(engine: str, receiver: Webhook) -> Non
     load = Load(engine, SHORT)
     load.start()
     try:
+        # The first requests of a server are slow.
+        eventually(lambda: load.errors or load.answered >= SHORT.clients, within_seconds=120)
         verdict = recommend(engine, "--window", "10s")()
     finally:
         load.stop()
     assert load.errors == []
-    assert load.answered > 0
     assert (0, []) == (verdict.exit_code, bad_findings(verdict))
     assert verdict.proposed() == {}
     assert receiver.alerts("firing") == []
@@ -207,10 +208,11 @@ def kvwatch_agent(folder: Path, engine: str, manager: str) -> Iterator[str]:
 
 
 def alertmanager_config(hook: str) -> str:
-    """The one of deploy/ with the test's receiver and without its waits."""
-    config = yaml.safe_load((ROOT / "deploy/prometheus/alertmanager.yaml").read_text())
+    """The example of alerts/ with the test's receiver and without its waits."""
+    config = yaml.safe_load((ROOT / "alerts/alertmanager.example.yaml").read_text())
     config["route"] |= {"group_wait": "1s", "group_interval": "1s"}
-    [config["receivers"][0]["webhook_configs"][0]["url"]] = [hook]
+    for receiver in config["receivers"]:
+        receiver["webhook_configs"] = [{"url": hook}]
     return yaml.safe_dump(config)
 
 
