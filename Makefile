@@ -61,7 +61,7 @@ with = @if command -v $(1) >/dev/null; then echo '$(2)'; $(2); \
 lint-rules:
 	$(call with,promtool,promtool check rules alerts/*.rules.yaml)
 	$(call with,promtool,promtool check config deploy/prometheus/scrape.yaml)
-	$(call with,amtool,amtool check-config deploy/prometheus/alertmanager.yaml)
+	$(call with,amtool,amtool check-config alerts/alertmanager.example.yaml)
 
 lint-deploy: $(VENV)/.dev
 	$(BIN)/hadolint deploy/Dockerfile

@@ -29,7 +29,7 @@ def parse(text: str) -> Any:
     try:
         import promql_parser  # noqa: PLC0415 -- optional, and only lint pays for it
     except ModuleNotFoundError:
-        raise SettingError("kvwatch lint needs promql-parser: pip install 'kvwatch[lint]'") from None
+        raise SettingError("kvwatch lint needs promql-parser (the extra `lint`): pip install promql-parser") from None
     try:
         return promql_parser.parse(without_variables(text))
     except ValueError as error:

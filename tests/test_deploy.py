@@ -157,7 +157,7 @@ def test_prometheus_accepts_its_configuration() -> None:
 
 @pytest.mark.real
 def test_alertmanager_accepts_its_configuration() -> None:
-    run(binary("amtool"), "check-config", "deploy/prometheus/alertmanager.yaml")
+    run(binary("amtool"), "check-config", "alerts/alertmanager.example.yaml")
 
 
 def test_prometheus_scrapes_the_ports_that_are_there() -> None:

@@ -447,7 +447,7 @@ def test_what_is_no_version_is_an_error() -> None:
 
 def test_without_promql_parser_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "promql_parser", None)
-    with pytest.raises(SettingError, match=r"pip install 'kvwatch\[lint\]'"):
+    with pytest.raises(SettingError, match=r"pip install promql-parser"):
         lint(DATA / "rules.yaml")
 
 

@@ -12,6 +12,7 @@ from kvwatch.errors import SourceError
 from kvwatch.lint import Expression, Fault, judge
 from kvwatch.lint_files import expressions, recorded
 from kvwatch.promql import MadeOfVariables, NotPromQL, metric_name, parse, selectors
+from kvwatch.sources import bounded_text
 from kvwatch.versions import Version, parse_version, version_text
 from kvwatch.vllm_names import Catalogue, Reader, catalogue
 
@@ -28,7 +29,7 @@ def command(ctx: click.Context, *, files: tuple[Path, ...], vllm_version: str | 
     """Find mistakes in your own dashboards and rules: metrics that your vLLM does not have, alerts that cannot fire.
 
     FILE is a Grafana dashboard (JSON), a rule file of Prometheus, a PrometheusRule, a ConfigMap that holds any of
-    them, or a folder of such files. Needs promql-parser: pip install 'kvwatch[lint]'.
+    them, or a folder of such files. Needs promql-parser, the extra `lint`.
 
     Exit code 0: nothing found. 1: faults. 2: a file cannot be read.
     """
@@ -115,11 +116,7 @@ def _paths(files: tuple[Path, ...]) -> Iterator[Path]:
 
 def _text(path: Path) -> str:
     try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise SourceError(
-                f"{path}: larger than {MAX_FILE_BYTES // 1024**2} MiB, so it is no dashboard or rule file"
-            )
-        return path.read_text(encoding="utf-8-sig")
+        return bounded_text(path, limit_bytes=MAX_FILE_BYTES)
     except (OSError, UnicodeDecodeError) as error:
         raise SourceError(f"{path}: cannot be read: {error}") from error
 

@@ -179,8 +179,8 @@ def _client(address: str, headers: dict[str, str]) -> Any:
         from prometheus_api_client import PrometheusConnect  # noqa: PLC0415 -- the extra `fleet`
     except ImportError as error:
         raise SourceError(
-            f"{address}: a Prometheus history needs prometheus-api-client, which is not installed: "
-            "pip install 'kvwatch[fleet]'"
+            f"{address}: a Prometheus history needs prometheus-api-client (the extra `fleet`), which is not installed: "
+            "pip install prometheus-api-client"
         ) from error
     from urllib3.util import Retry  # noqa: PLC0415 -- only with the extra
 
