@@ -1,13 +1,12 @@
 """A recorded engine, served on this machine as a vLLM server serves: for `kvwatch demo` and for trying things out.
 
 The recording is a real vLLM 0.32.0 with a tiny model on the CPU and a pool of 256 blocks: a few seconds without load,
-then more requests than the pool carries. Pages are served unchanged at the pace they were recorded. After the last one
-the recording starts over as an engine that was restarted: with a later start time of its process, and nothing else
-changed.
+then more requests than the pool carries. Pages are served at the pace they were recorded, the first time unchanged.
+After the last one the part with preemptions is repeated without an end: gauges as recorded, counters and histograms
+continued from where they stood, so that rates over any span are those of the recording and no restart is seen.
 """
 
 import io
-import re
 import socketserver
 import tarfile
 import threading
@@ -15,42 +14,91 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
 
-from kvwatch.vllm_metrics import PROCESS_START_TIME
+from kvwatch.exposition import read_samples
+from kvwatch.vllm_metrics import PREEMPTIONS
 
 RECORDING = "data/demo/recording.tar.gz"
 _PAGE = ".prom"
-_START_LINE = re.compile(rb"^(%s )(\S+)$" % PROCESS_START_TIME.encode(), re.MULTILINE)
+_CUMULATIVE = (b"counter", b"histogram", b"summary")
 # Path of vLLM's API -> file in the recording.
 _API = {"/version": "version.json", "/v1/models": "models.json"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
-    """Page i was fetched `offsets_seconds[i]` after the first one. `answers` are the server's others, by path."""
+    """Page i was fetched `offsets_seconds[i]` after the first one. `answers` are the server's others, by path.
+
+    From page `repeat_from` to the last one is what is repeated; `growth` is what each counter of them grew by, see
+    `growth_between`.
+    """
 
     offsets_seconds: tuple[float, ...]
     pages: tuple[bytes, ...]
+    repeat_from: int
+    growth: Mapping[bytes, Fraction]
     answers: Mapping[str, bytes]
 
-    @property
-    def period_seconds(self) -> float:
-        """From the first page until it is served again: the last page stays as long as pages stay on average."""
-        last = self.offsets_seconds[-1]
-        return last + last / max(1, len(self.pages) - 1)
-
     def page(self, elapsed_seconds: float) -> bytes:
-        """The page that the server showed so long after the start of the recording, over and over."""
-        times, offset = divmod(elapsed_seconds, self.period_seconds)
-        page = self.pages[bisect_right(self.offsets_seconds, offset) - 1]
-        if not times:
-            return page
-        return _START_LINE.sub(
-            lambda line: line.group(1) + repr(float(line.group(2)) + times * self.period_seconds).encode(), page
-        )
+        """The page that the server showed so long after the start of the recording.
+
+        The last page and the first repeated one are one instant: counters stand there where the last page has them.
+        """
+        start, end = self.offsets_seconds[self.repeat_from], self.offsets_seconds[-1]
+        if elapsed_seconds < end:
+            return self._recorded(elapsed_seconds)
+        times, offset = divmod(elapsed_seconds - start, end - start)
+        return _continued(self._recorded(start + offset), self.growth, int(times))
+
+    def _recorded(self, offset_seconds: float) -> bytes:
+        return self.pages[bisect_right(self.offsets_seconds, offset_seconds) - 1]
+
+
+def growth_between(before: bytes, after: bytes) -> dict[bytes, Fraction]:
+    """Name and labels of a line -> how much it grew, for the lines of counters, histograms and summaries.
+
+    A line that `before` lacks started at 0. `_created` lines are gauges of their own, and are not among them. The
+    amounts are exact: with rounded ones, a sum that stands still could fall by its last digit.
+    """
+    old = dict(found for line in before.splitlines() if (found := _sample(line)) is not None)
+    grown: dict[bytes, Fraction] = {}
+    cumulative = False
+    for line in after.splitlines():
+        if line.startswith(b"# TYPE "):
+            cumulative = line.endswith(_CUMULATIVE)
+        elif cumulative and (found := _sample(line)) is not None:
+            key, value = found
+            grown[key] = Fraction(value) - Fraction(old.get(key, 0.0))
+    return grown
+
+
+def _continued(page: bytes, growth: Mapping[bytes, Fraction], times: int) -> bytes:
+    """The page with its counters `times` repetitions later."""
+    return b"".join(_line_continued(line, growth, times) + b"\n" for line in page.splitlines())
+
+
+def _line_continued(line: bytes, growth: Mapping[bytes, Fraction], times: int) -> bytes:
+    found = _sample(line)
+    if found is None or not growth.get(found[0]):
+        return line
+    key, value = found
+    return key + b" " + repr(float(Fraction(value) + times * growth[key])).encode()
+
+
+def _sample(line: bytes) -> tuple[bytes, float] | None:
+    """A line -> name with labels, and value; None for a comment or an empty line."""
+    if not line or line.startswith(b"#"):
+        return None
+    key, _, value = line.rpartition(b" ")
+    return key, float(value)
+
+
+def _preemptions(page: bytes) -> float:
+    return sum(sample.value for sample in read_samples(page.decode()) if sample.name == PREEMPTIONS.exposed)
 
 
 def load_recording() -> Recording:
@@ -63,9 +111,13 @@ def load_recording() -> Recording:
             if file is not None:
                 content[member.name] = file.read()
     times = sorted(int(name.removesuffix(_PAGE)) for name in content if name.endswith(_PAGE))
+    pages = tuple(content[f"{unix_ms}{_PAGE}"] for unix_ms in times)
+    repeat_from = next(number for number, page in enumerate(pages) if _preemptions(page) > 0)
     return Recording(
         offsets_seconds=tuple((unix_ms - times[0]) / 1000 for unix_ms in times),
-        pages=tuple(content[f"{unix_ms}{_PAGE}"] for unix_ms in times),
+        pages=pages,
+        repeat_from=repeat_from,
+        growth=growth_between(pages[repeat_from], pages[-1]),
         answers={path: content[name] for path, name in _API.items()},
     )
 

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 from parts import answers, eventually, get, get_json
+from prometheus_client.parser import text_string_to_metric_families
 from reports import AT_SECONDS
 
-from kvwatch.demo import RecordedEngine, Recording, load_recording
+from kvwatch.demo import RecordedEngine, Recording, growth_between, load_recording
 from kvwatch.exposition import read_samples
 from kvwatch.finding import Status
 from kvwatch.report import report
@@ -44,18 +45,68 @@ def test_the_recording_is_first_fine_and_critical_within_25_seconds() -> None:
     assert statuses(24)["preemptions_sustained"] is Status.CRITICAL
 
 
-def test_the_recording_starts_over_as_an_engine_that_restarted() -> None:
-    assert window_until(RECORDING.period_seconds - 2).restarts == 0
-    assert window_until(RECORDING.period_seconds + 4).restarts == 1
-    assert window_until(2 * RECORDING.period_seconds + 4).restarts == 2
+def cumulative(page: bytes) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    """Every sample of a counter or histogram, by name and labels."""
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(page.decode())
+        if family.type in {"counter", "histogram"}
+        for sample in family.samples
+        if not sample.name.endswith("_created")
+    }
 
 
-def test_each_page_is_served_at_its_own_time() -> None:
-    made = Recording(offsets_seconds=(0.0, 2.0, 5.0), pages=(b"a", b"b", b"c"), answers={})
-    served = [made.page(elapsed) for elapsed in (0.0, 1.9, 2.0, 4.9, 5.0, 7.4)]
-    assert served == [b"a", b"a", b"b", b"b", b"c", b"c"]
-    assert made.period_seconds == 7.5
-    assert made.page(7.5) == b"a"
+REPEATED_SECONDS = RECORDING.offsets_seconds[-1] - RECORDING.offsets_seconds[RECORDING.repeat_from]
+
+
+def test_counters_never_fall_over_three_repetitions() -> None:
+    end = RECORDING.offsets_seconds[-1]
+    before = cumulative(RECORDING.page(0.0))
+    for number in range(2, int(end + 3 * REPEATED_SECONDS) + 2, 2):
+        after = cumulative(RECORDING.page(float(number)))
+        assert before.keys() <= after.keys()
+        assert [] == [key for key, value in before.items() if after[key] < value]
+        before = after
+
+
+def test_a_repetition_adds_what_the_recording_counted() -> None:
+    first, later = (cumulative(RECORDING.page(30.0 + times * REPEATED_SECONDS)) for times in (0, 3))
+    start, end = (cumulative(RECORDING.pages[number]) for number in (RECORDING.repeat_from, -1))
+    assert later == pytest.approx({key: first[key] + 3 * (end[key] - start[key]) for key in first})
+
+
+def test_gauges_are_repeated_as_recorded() -> None:
+    usage = re.compile(rb"^(?:vllm:kv_cache_usage_perc|process_start_time_seconds).*$|^.*_created.*$", re.MULTILINE)
+    first, later = (usage.findall(RECORDING.page(30.0 + times * REPEATED_SECONDS)) for times in (0, 3))
+    assert len(first) > 2
+    assert first == later
+
+
+@pytest.mark.parametrize("elapsed_seconds", [45, 60, 120, 300])
+def test_the_verdict_stays_as_long_as_the_recording_is_repeated(elapsed_seconds: float) -> None:
+    seen = window_until(elapsed_seconds).last(60)
+    (engine,) = report([seen]).engines
+    found = {finding.check: finding.status for finding in engine.findings}
+    assert (found["preemptions_sustained"], engine.restarts) == (Status.CRITICAL, 0)
+    assert found["kv_cache_saturated"] is Status.WARNING
+
+
+def recording(*pages: bytes, offsets_seconds: tuple[float, ...], repeat_from: int) -> Recording:
+    growth = growth_between(pages[repeat_from], pages[-1])
+    return Recording(offsets_seconds=offsets_seconds, pages=pages, repeat_from=repeat_from, growth=growth, answers={})
+
+
+def test_each_page_is_served_at_its_own_time_and_then_those_of_the_repeated_part() -> None:
+    pages = [
+        b'# TYPE c counter\nc_total{a="x y"} %d.0\n# TYPE g gauge\ng %d.0\n' % (count, gauge)
+        for count, gauge in ((0, 1), (1, 2), (5, 3), (7, 4))
+    ]
+    made = recording(*pages, offsets_seconds=(0.0, 2.0, 5.0, 6.0), repeat_from=1)
+    assert [made.page(elapsed) for elapsed in (0.0, 1.9, 2.0, 4.9, 5.0, 5.9)] == [
+        pages[number] for number in (0, 0, 1, 1, 2, 2)
+    ]
+    values = [re.findall(r" ([\d.]+)$", made.page(elapsed).decode(), re.MULTILINE) for elapsed in (6, 8.9, 9, 10, 13)]
+    assert values == [["7.0", "2.0"], ["7.0", "2.0"], ["11.0", "3.0"], ["13.0", "2.0"], ["17.0", "3.0"]]
 
 
 def test_the_packed_recording_is_small_and_names_no_place() -> None:
