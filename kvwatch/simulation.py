@@ -11,6 +11,7 @@ from kvwatch.errors import SettingError
 
 DEFAULT_BLOCK_SIZE = 16
 """vllm/config/cache.py, CacheConfig.DEFAULT_BLOCK_SIZE (0.32.0)."""
+_MOST_TOKENS = 10**8  # ten times the longest context there is; a request's blocks are held in memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,8 +188,8 @@ class Request:
     prefix_tokens: int = 0
 
     def __post_init__(self) -> None:
-        _at_least("prompt_tokens", self.prompt_tokens, 1)
-        _at_least("output_tokens", self.output_tokens, 1)
+        _at_least("prompt_tokens", self.prompt_tokens, 1, _MOST_TOKENS)
+        _at_least("output_tokens", self.output_tokens, 1, _MOST_TOKENS)
         _at_least("at_seconds", self.at_seconds, 0)
         _at_least("prefix_tokens", self.prefix_tokens, 0)
         if self.prefix_tokens > self.prompt_tokens:
@@ -299,7 +300,12 @@ class SimulationResult:
     usage_timeline_step_seconds: float
 
 
-def _at_least(name: str, value: float, least: int) -> None:
+_MOST = 10**15  # whole numbers up to here are exact as floats, and no setting of vLLM comes near
+
+
+def _at_least(name: str, value: float, least: int, most: int = _MOST) -> None:
     # `not >=` rather than `<`, so that NaN is refused too
     if not value >= least or value == float("inf"):
         raise SettingError(f"{name} is {value}; it must be a finite number of at least {least}.")
+    if value > most:
+        raise SettingError(f"{name} is above {most:,}; it must be a finite number from {least} to there.")

@@ -10,6 +10,7 @@
 `request_log` name files instead of `requests`; reading them is kvwatch.sources.workload_files' work.
 """
 
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields
 from typing import Any, TypeVar
@@ -40,7 +41,7 @@ def workload_from(mapping: Any, *, requests: Sequence[Request] | None = None) ->
         items = top.get("requests")
         if not isinstance(items, Sequence) or isinstance(items, str):
             raise SettingError(
-                f"requests is {_shown(items)}; a workload needs a list of requests, or requests_file or request_log "
+                f"requests is {shown(items)}; a workload needs a list of requests, or requests_file or request_log "
                 "with a file's name."
             )
         requests = tuple(request_from(item, f"requests[{index}]") for index, item in enumerate(items))
@@ -49,7 +50,7 @@ def workload_from(mapping: Any, *, requests: Sequence[Request] | None = None) ->
     clients = top.get("clients")
     if clients is not None and (not _is_integer(clients) or clients < 1):
         raise SettingError(
-            f"clients is {_shown(clients)}; it must be a whole number of at least 1. Leave it out for "
+            f"clients is {shown(clients)}; it must be a whole number of at least 1. Leave it out for "
             "requests that come at their at_seconds."
         )
     longest = max(request.prompt_tokens + request.output_tokens for request in requests)
@@ -90,7 +91,7 @@ def _engine_from(mapping: Any, *, longest_request_tokens: int) -> tuple[Schedule
     given = dict(_mapping(mapping, "engine", known))
     text = given.pop("vllm_version", None)
     if text is not None and not isinstance(text, str):
-        raise SettingError(f'engine.vllm_version is {_shown(text)}; write it in quotes, like "0.32.0".')
+        raise SettingError(f'engine.vllm_version is {shown(text)}; write it in quotes, like "0.32.0".')
     version = None if text is None else parse_version(text)
     if version is not None:
         if version < V1_SINCE:
@@ -139,15 +140,15 @@ def _check_type(value: Any, annotation: str, where: str) -> None:
     is_right, wanted = _TYPES[annotation]
     if not is_right(value):
         hint = " YAML reads 1e-5 as text; write 1.0e-5." if annotation == "float" and isinstance(value, str) else ""
-        raise SettingError(f"{where} is {_shown(value)}; it must be {wanted}.{hint}")
+        raise SettingError(f"{where} is {shown(value)}; it must be {wanted}.{hint}")
 
 
 def _mapping(value: Any, where: str, known: tuple[str, ...]) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
-        raise SettingError(f"{where} is {_shown(value)}; it must be a mapping with {', '.join(known)}.")
+        raise SettingError(f"{where} is {shown(value)}; it must be a mapping with {', '.join(known)}.")
     for key in value:
         if key not in known:
-            raise SettingError(f"{where} has the unknown key {_shown(key)}; known are {', '.join(known)}.")
+            raise SettingError(f"{where} has the unknown key {shown(key)}; known are {', '.join(known)}.")
     return value
 
 
@@ -172,8 +173,13 @@ _TYPES: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
-def _shown(value: Any) -> str:
+_SHORT = reprlib.Repr()  # a few aliases of YAML stand for more text than memory holds
+_SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 2, 60, 60
+
+
+def shown(value: Any) -> str:
+    """A value as an error shows it: one short line, whatever it is."""
     if value is None:
         return "missing"
-    text = repr(value)
+    text = _SHORT.repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

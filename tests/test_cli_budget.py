@@ -184,6 +184,7 @@ def test_more_gpus_are_named_where_the_weights_do_not_fit() -> None:
         (("--vllm-args", "vllm serve m --max-num-seqs few"), "--max-num-seqs is 'few'"),
         (("--vllm-args", "a", "--vllm-args-file", "b"), "give one"),
         (("--vllm-args-file", "/nowhere/args"), "cannot be read"),
+        (("--vllm-args-file", "/dev/zero"), "more than 1,048,576 bytes"),
     ],
 )
 def test_what_cannot_be_used_is_one_line_on_stderr_and_exit_code_2(arguments: tuple[str, ...], words: str) -> None:

@@ -25,6 +25,9 @@ REQUESTS: list[dict[str, Any]] = [
     {"at_seconds": 0.0, "prompt_tokens": 900, "output_tokens": 700},
     {"at_seconds": 1.5, "prompt_tokens": 1200, "output_tokens": 300, "prefix": "support", "prefix_tokens": 512},
 ]
+BOMB: Any = ["x"]  # ten levels of ten aliases, as YAML reads them
+for _ in range(10):
+    BOMB = [BOMB] * 10
 WHOLE: dict[str, Any] = {"engine": ENGINE, "cost": COST, "clients": 28, "requests": REQUESTS}
 
 
@@ -110,6 +113,11 @@ def test_the_version_settles_what_is_no_flag_yet(version: str, reserves: bool, e
         ({"requests": [REQUESTS[0] | {"prefix": "p"}]}, "requests[0] names the prefix 'p' but not how many tokens"),
         ({"requests": [REQUESTS[0] | {"prefix": 7}]}, "requests[0].prefix is 7; it must be text"),
         ({"requests": [REQUESTS[0] | {"at_seconds": -1}]}, "requests[0]: at_seconds is -1"),
+        ({"requests": [REQUESTS[0] | {"at_seconds": 10**400}]}, "requests[0]: at_seconds is above 1,000,000,000,000"),
+        ({"requests": [{"prompt_tokens": 10**11, "output_tokens": 1}]}, "prompt_tokens is above 100,000,000"),
+        ({"engine": ENGINE | {"num_gpu_blocks": 10**30}}, "engine: num_gpu_blocks is above 1,000,000,000,000,000"),
+        ({"cost": {"step_seconds": 10**400}}, "cost: step_seconds is above"),
+        ({"requests": BOMB}, "requests[0] is [[[...], [...]"),
         (
             {"requests": [{"prompt_tokens": 4000, "output_tokens": 200}]},
             "request 0 has 4000 prompt and 200 output tokens, together 4200, more than max_model_len 4096: vLLM",
@@ -208,6 +216,35 @@ def test_a_log_that_cannot_be_used_says_why(tmp_path: Path, text: str, said: str
     assert said in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('{"time": [], "prompt_tokens": 5, "output_tokens": 5}', "'[]' is neither a number of seconds nor"),
+        ('{"time": 1, "prompt_tokens": {}, "output_tokens": 5}', "log.jsonl:1: {} is not a number of tokens"),
+        ('{"time": 1, "prompt_tokens": Infinity, "output_tokens": 5}', "inf is not a number of tokens"),
+        ('{"time": NaN, "prompt_tokens": 5, "output_tokens": 5}', "log.jsonl:1: nan is not a time"),
+        (f'{{"time": 1{"0" * 400}, "prompt_tokens": 5, "output_tokens": 5}}', "0000 is not a time"),
+        ("[" * 100_000, "log.jsonl:1 is not JSON (maximum recursion depth exceeded"),
+    ],
+)
+def test_a_line_of_a_log_that_cannot_be_used_is_named(tmp_path: Path, line: str, said: str) -> None:
+    (tmp_path / "log.jsonl").write_text(line + "\n")
+    with pytest.raises(SettingError) as refused:
+        read_request_log(tmp_path / "log.jsonl", notes=[])
+    assert said in str(refused.value)
+
+
+def test_a_csv_field_beyond_what_csv_reads_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "log.csv").write_text(f"time,prompt_tokens,output_tokens\n1,{'9' * 200_000},3\n")
+    with pytest.raises(SettingError, match=r"is not CSV: field larger than field limit"):
+        read_request_log(tmp_path / "log.csv", notes=[])
+
+
+def test_a_file_without_an_end_is_read_up_to_a_bound() -> None:
+    with pytest.raises(SourceError, match=r"/dev/zero: more than 268,435,456 bytes"):
+        read_requests(Path("/dev/zero"))
+
+
 def test_an_empty_log_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "log.csv").write_text("time,prompt_tokens,output_tokens\n")
     with pytest.raises(SourceError, match="no request with prompt and output tokens"):
@@ -223,6 +260,9 @@ def test_an_empty_log_is_an_error(tmp_path: Path) -> None:
             YAML + "requests: []\nrequests_file: r.jsonl\n",
             "has requests and requests_file; requests come from one place",
         ),
+        (YAML + "requests: 2001-99-99\n", "is not YAML: month must be in 1..12"),
+        (YAML + f"clients: {'9' * 5000}\n", "is not YAML: Exceeds the limit"),
+        (YAML + f"requests_file: &a [{', '.join(['[x, x, x, x]'] * 9)}]\n", "requests_file is [["),
         (YAML + "requests_file: 7\n", "requests_file is 7; it must be the name of a file"),
         (YAML + "requests:\n  - {prompt_tokens: 0, output_tokens: 1}\n", "load.yaml: requests[0]: prompt_tokens is 0"),
     ],

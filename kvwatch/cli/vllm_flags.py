@@ -14,6 +14,7 @@ import click
 from click.core import ParameterSource
 
 from kvwatch.errors import SettingError, SourceError
+from kvwatch.sources import bounded_text
 from kvwatch.versions import parse_version
 from kvwatch.vllm_args import FLAGS, CommandLine, Flag, parse_command_line, value_of
 
@@ -157,11 +158,12 @@ def _command_line(options: Mapping[str, Any]) -> CommandLine:
     return parse_command_line(text) if text is not None else CommandLine(model=None, fields={}, ignored=())
 
 
+MAX_ARGS_BYTES = 1024 * 1024
+
+
 def _read(file: str) -> str:
-    if file == "-":
-        return sys.stdin.read()
     try:
-        return Path(file).read_text(encoding="utf-8")
+        return sys.stdin.read(MAX_ARGS_BYTES) if file == "-" else bounded_text(Path(file), limit_bytes=MAX_ARGS_BYTES)
     except (OSError, UnicodeDecodeError) as error:
         raise SourceError(f"--vllm-args-file {file} cannot be read: {error}") from error
 

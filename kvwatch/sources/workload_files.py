@@ -14,6 +14,7 @@ BurstGPT are of this form.
 
 import csv
 import json
+import math
 from collections.abc import Iterator, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
@@ -23,9 +24,13 @@ from kvwatch.errors import SettingError, SourceError
 from kvwatch.long_context_trap import NAME as LONG_CONTEXT_TRAP
 from kvwatch.long_context_trap import long_context_trap
 from kvwatch.simulation import Request, Workload
-from kvwatch.workload_spec import REQUEST_SOURCES, request_from, workload_from
+from kvwatch.sources import bounded_text
+from kvwatch.workload_spec import REQUEST_SOURCES, request_from, shown, workload_from
 
 BUILT_IN = {LONG_CONTEXT_TRAP: long_context_trap}
+
+MAX_FILE_BYTES = 256 * 1024 * 1024
+"""Largest workload file or list of requests; a million requests take about 60 MiB."""
 
 _TIMES = ("at_seconds", "timestamp", "time", "arrival_time", "created", "start_time", "starttime")
 _PROMPTS = ("prompt_tokens", "input_tokens", "context_tokens", "contexttokens", "request tokens")
@@ -50,7 +55,7 @@ def read_workload(name: str, *, notes: list[str]) -> Workload:
     if sources and sources[0] != "requests":
         given = mapping[sources[0]]
         if not isinstance(given, str):
-            raise SettingError(f"{path}: {sources[0]} is {given!r}; it must be the name of a file.")
+            raise SettingError(f"{path}: {sources[0]} is {shown(given)}; it must be the name of a file.")
         file = path.parent / given
         requests = read_requests(file) if sources[0] == "requests_file" else read_request_log(file, notes=notes)
     try:
@@ -91,7 +96,7 @@ def read_request_log(path: Path, *, notes: list[str]) -> tuple[Request, ...]:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return bounded_text(path, limit_bytes=MAX_FILE_BYTES)
     except OSError as error:
         known = ", ".join(BUILT_IN)
         server = f"; for a server give http://{path}" if ":" in str(path) or str(path) == "localhost" else ""
@@ -106,13 +111,13 @@ def _parse(path: Path, text: str) -> Any:
     if path.suffix == ".json":
         try:
             return json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise SettingError(f"{path} is not JSON: {error}") from error
     import yaml  # noqa: PLC0415 -- a tenth of the start-up time, and lists of requests need none of it
 
     try:
         return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506 -- both are safe
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: 2001-99-99, a number of 5,000 digits
         raise SettingError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
 
 
@@ -122,19 +127,22 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
             continue
         try:
             yield f"{path}:{number}", json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise SettingError(f"{path}:{number} is not JSON ({error}); write one object a line.") from error
 
 
 def _csv_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    for number, row in enumerate(csv.DictReader(_text(path).splitlines()), start=2):
-        yield f"{path}:{number}", row
+    rows = enumerate(csv.DictReader(_text(path).splitlines()), start=2)
+    try:
+        yield from ((f"{path}:{number}", row) for number, row in rows)
+    except csv.Error as error:
+        raise SettingError(f"{path} is not CSV: {error}") from error
 
 
 def _columns(row: Any, where: str) -> dict[str, Any]:
     """Names in lower case; `usage` of an OpenAI answer is looked into."""
     if not isinstance(row, Mapping):
-        raise SettingError(f"{where} is {row!r}, not an object with a time and token counts.")
+        raise SettingError(f"{where} is {shown(row)}, not an object with a time and token counts.")
     usage = row.get("usage")
     flat = {**row, **usage} if isinstance(usage, Mapping) else row
     return {str(key).strip().lower(): value for key, value in flat.items()}
@@ -142,24 +150,29 @@ def _columns(row: Any, where: str) -> dict[str, Any]:
 
 def _pick(columns: Mapping[str, Any], names: tuple[str, ...], where: str) -> Any:
     for name in names:
-        if columns.get(name) not in {None, ""}:
+        if columns.get(name) not in (None, ""):  # a list of JSON fits in no set
             return columns[name]
-    raise SettingError(f"{where} has none of {', '.join(names)}; its columns are {', '.join(columns)}.")
+    raise SettingError(f"{where} has none of {', '.join(names)}; its columns are {', '.join(columns)[:500]}.")
 
 
 def _tokens(value: Any, where: str) -> int:
     try:
         return int(value)
-    except (TypeError, ValueError) as error:
-        raise SettingError(f"{where}: {value!r} is not a number of tokens.") from error
+    except (TypeError, ValueError, OverflowError) as error:
+        raise SettingError(f"{where}: {shown(value)} is not a number of tokens.") from error
 
 
 def _time(value: Any, where: str) -> float:
     """Seconds: a number, or an ISO 8601 time (UTC where it names no zone)."""
     try:
-        return float(value)
+        seconds = float(value)
     except (TypeError, ValueError):
         return _iso_time(str(value), where)
+    except OverflowError:
+        seconds = math.inf
+    if not math.isfinite(seconds):
+        raise SettingError(f"{where}: {shown(value)} is not a time.")
+    return seconds
 
 
 def _iso_time(text: str, where: str) -> float:
@@ -169,5 +182,5 @@ def _iso_time(text: str, where: str) -> float:
     try:
         moment = datetime.fromisoformat(head + (f".{rest[:digits][:6]:0<6}{rest[digits:]}" if dot else ""))
     except ValueError as error:
-        raise SettingError(f"{where}: {text!r} is neither a number of seconds nor an ISO 8601 time.") from error
+        raise SettingError(f"{where}: {text[:60]!r} is neither a number of seconds nor an ISO 8601 time.") from error
     return (moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)).timestamp()
