@@ -89,19 +89,55 @@ _OTHER_SWITCHES = frozenset(
         "--tokens-only",
     }
 )
+# Flags that change the KV cache or its memory in ways that are not computed here.
+_CHANGING = frozenset(
+    {
+        "--attention-backend",
+        "--compilation-config",
+        "--config",
+        "--enable-lora",
+        "--hf-config-path",
+        "--hf-overrides",
+        "--kv-offloading-size",
+        "--limit-mm-per-prompt",
+        "--max-lora-rank",
+        "--max-loras",
+        "--prefill-context-parallel-size",
+        "--rope-scaling",
+        "--rope-theta",
+    }
+)
+# Where the shell goes on to another command.
+_OPERATORS = frozenset({"&&", "||", "|", "&", ";"})
+_YAML_KEY = re.compile(r"(?:command|args|entrypoint|cmd):\s*", re.IGNORECASE)
+_YAML_BLOCKS = frozenset({"|", ">", "|-", ">-", ""})
 # Binary with a capital letter, decimal with a small one, as vLLM reads them.
 _SUFFIX = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40, "": 1}
 _HUMAN = re.compile(r"(\d+(?:\.\d+)?)([kKmMgGtT]?)(?:i?[bB])?")
+_SHELL_WORDS = 3  # bash -c "..."
+_SHORTEST_BEGINNING = len("--gpu-mem")
 _ENVIRONMENT = re.compile(r"[A-Za-z_]\w*=")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommandLine:
-    """What a `vllm serve` command line says: EngineConfig fields, and flags of no effect on the KV cache."""
+    """What a `vllm serve` command line says: EngineConfig fields, and the flags and words that were not read."""
 
     model: str | None
     fields: Mapping[str, Any]
     ignored: tuple[str, ...]
+
+
+def left_out(ignored: tuple[str, ...]) -> str:
+    """One sentence on what of a command line was not read, and whether that may change the figures."""
+    changing = [name for name in dict.fromkeys(ignored) if name.partition(".")[0] in _CHANGING]
+    others = [name for name in dict.fromkeys(ignored) if name not in changing]
+    sentences = []
+    if changing:
+        sentences.append(f"Not read, though it can change the KV cache or its memory: {', '.join(changing)}.")
+    if others:
+        sentences.append(f"Without effect on the KV cache, or not a flag kvwatch knows: {', '.join(others)}")
+    return " ".join(sentences)
 
 
 def whole_number(text: str) -> int:
@@ -183,14 +219,12 @@ def parse_command_line(text: str) -> CommandLine:
 def _words(text: str) -> list[str]:
     lines = []
     for line in text.replace("\\\r\n", " ").replace("\\\n", " ").splitlines():
-        stripped = line.strip()
+        stripped = _YAML_KEY.sub("", _without_comment(line).strip(), count=1)
         if stripped.startswith("- "):  # an item of a YAML list
             stripped = stripped[2:].strip()
-        if not stripped.startswith("#"):
-            lines.append(stripped)
-    joined = " ".join(lines)
-    if joined.startswith("[") and joined.endswith("]"):  # a JSON or flow-style list of arguments
-        joined = joined[1:-1].replace('",', '" ').replace("',", "' ")
+        if stripped not in _YAML_BLOCKS:
+            lines.append(_without_brackets(stripped))
+    joined = _without_brackets(" ".join(lines))
     import shlex  # noqa: PLC0415 -- only a whole command line needs it
 
     try:
@@ -202,6 +236,26 @@ def _words(text: str) -> list[str]:
         ) from None
 
 
+def _without_brackets(text: str) -> str:
+    """A JSON or flow-style list of arguments as words."""
+    if not (text.startswith("[") and text.endswith("]")):
+        return text
+    return text[1:-1].replace('",', '" ').replace("',", "' ")
+
+
+def _without_comment(line: str) -> str:
+    """What a shell or YAML reads: up to a # that begins a word outside quotes."""
+    quote = ""
+    for index, mark in enumerate(line):
+        if quote:
+            quote = "" if mark == quote else quote
+        elif mark in "\"'":
+            quote = mark
+        elif mark == "#" and (index == 0 or line[index - 1].isspace()):
+            return line[:index]
+    return line
+
+
 def parse_words(words: list[str]) -> CommandLine:
     """`parse_command_line` for arguments that are already separate."""
     rest = _after_program(words)
@@ -210,7 +264,11 @@ def parse_words(words: list[str]) -> CommandLine:
     model: str | None = None
     while rest:
         word = rest.pop(0)
+        if word in _OPERATORS:
+            break
         if not word.startswith("-") or word == "-":
+            if model is not None:
+                ignored.append(word)
             model = model or word
             continue
         name, equals, inline = word.partition("=")
@@ -233,12 +291,14 @@ def parse_words(words: list[str]) -> CommandLine:
 def _after_program(words: list[str]) -> list[str]:
     """Without the environment, the interpreter and the entry point in front."""
     rest = list(words)
+    if len(rest) >= _SHELL_WORDS and rest[0].rsplit("/", 1)[-1] in {"bash", "sh"} and re.fullmatch("-[a-z]*c", rest[1]):
+        rest = _words(rest[2])
     while rest and (_ENVIRONMENT.match(rest[0]) or rest[0] in {"env", "exec", "sudo"}):
         rest.pop(0)
     for index, word in enumerate(rest):
         if word.startswith("vllm.entrypoints") or (word == "serve" and index and rest[index - 1].endswith("vllm")):
             return rest[index + 1 :]
-        if word.startswith("--"):
+        if word.startswith("--") and word != "--":
             break
     return rest[1:] if rest and rest[0].rsplit("/", 1)[-1] in {"vllm", "serve"} else rest
 
@@ -260,7 +320,9 @@ def _find(name: str) -> tuple[Flag | None, bool]:
     if name.startswith("--no-"):
         positive = _BY_OPTION.get("--" + name[len("--no-") :])
         return (positive, True) if positive is not None and positive.kind == "switch" else (None, False)
-    return None, False
+    # argparse takes the beginning of a flag for the flag, where only one begins so.
+    begun = [flag for flag in FLAGS if len(name) >= _SHORTEST_BEGINNING and flag.option.startswith(name)]
+    return (begun[0] if len(begun) == 1 else None), False
 
 
 def _is_switch(name: str) -> bool:

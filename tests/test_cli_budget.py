@@ -253,7 +253,7 @@ def test_a_whole_command_line_says_the_same_as_single_flags(llama: str) -> None:
         "--kv-cache-memory-bytes", "20GiB",
     )  # fmt: skip
     assert json.loads(whole.stdout) == single
-    assert "Without effect on the KV cache: --port" in whole.stderr
+    assert "Without effect on the KV cache, or not a flag kvwatch knows: --port" in whole.stderr
 
 
 def test_a_command_line_from_a_file_and_from_standard_input(llama: str, tmp_path: Path) -> None:
@@ -365,3 +365,25 @@ def test_what_cannot_be_used_is_one_error(arguments: tuple[str, ...], words: str
     assert words in result.stderr
     assert len(result.stderr.splitlines()) == 1
     assert len(result.stderr) < 400
+
+
+def test_a_command_line_on_standard_input_that_is_no_text_is_one_error() -> None:
+    found = subprocess.run(
+        [sys.executable, "-m", "kvwatch", "budget", "--vllm-args-file", "-"],
+        input=b"\xff\xfe",
+        env={**os.environ, "PYTHONIOENCODING": "utf-8:strict"},
+        capture_output=True,
+        check=False,
+    )
+    assert (found.returncode, found.stdout) == (2, b"")
+    assert found.stderr.startswith(b"Error: --vllm-args-file - cannot be read: ")
+
+
+def test_a_verdict_that_an_estimate_leaves_open_says_so() -> None:
+    refused = " ".join(run("--model", "openai/gpt-oss-120b", "--gpu", "H100").stdout.split())
+    assert refused.startswith("DOES NOT FIT")
+    assert "The memory is an estimate, between -1.41 GiB and 6.14 GiB: it may start all the same." in refused
+    fits = " ".join(run("--model", "mistralai/Mistral-7B-Instruct-v0.3", "--gpu", "A10G").stdout.split())
+    assert "(an estimate: 0.7 to 1.6; below 1 it would refuse to start)" in fits
+    certain = run("--model", "openai/gpt-oss-120b", "--gpu", "L4").stdout
+    assert "may start all the same" not in certain

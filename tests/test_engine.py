@@ -12,7 +12,7 @@ from kvwatch.engine import Device, EngineConfig, resolve
 from kvwatch.errors import SettingError
 from kvwatch.model import read_model
 from kvwatch.versions import LATEST_KNOWN, engine_version, parse_version, rules_of, version_text
-from kvwatch.vllm_args import FLAGS, parse_command_line, whole_number
+from kvwatch.vllm_args import FLAGS, left_out, parse_command_line, whole_number
 
 GIB = 1 << 30
 H100 = Device(name="NVIDIA H100 80GB HBM3", memory_bytes=85028896768, capability=(9, 0))
@@ -337,6 +337,39 @@ def test_a_command_line_that_cannot_be_read_names_the_flag(text: str, words: str
 )  # fmt: skip
 def test_numbers_as_vllm_reads_them(text: str, number: int) -> None:
     assert whole_number(text) == number
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "command: [vllm]\nargs:\n  - serve\n  - org/m\n  - --max-num-seqs=8",
+        'command: ["vllm"]\nargs: ["serve", "org/m", "--max-num-seqs", "8"]',
+        'bash -c "vllm serve org/m --max-num-seqs 8"',
+        "/bin/sh -ec 'exec vllm serve org/m --max-num-seqs 8 | tee log --max-num-seqs 9'",
+        "ray job submit -- vllm serve org/m --max-num-seqs 8 && echo --max-num-seqs 9",
+        "vllm serve org/m --max-num-seqs 8  # --max-num-seqs 9",
+        "vllm serve org/m --max-num-s 8",
+    ],
+)
+def test_a_command_line_as_pods_and_shells_hold_it(text: str) -> None:
+    line = parse_command_line(text)
+    assert (line.model, line.fields) == ("org/m", {"max_num_seqs": 8})
+
+
+def test_the_beginning_of_a_flag_is_the_flag_where_only_one_begins_so() -> None:
+    line = parse_command_line("vllm serve org/m --gpu-memory-util 0.5 --max-num 9 --kv-cache-memory 1GiB")
+    assert line.fields == {"gpu_memory_utilization": 0.5, "kv_cache_memory_bytes": GIB}
+    assert line.ignored == ("--max-num",)
+
+
+def test_what_is_not_read_is_named_and_what_may_matter_first() -> None:
+    line = parse_command_line("vllm serve org/m other --port 80 --hf-overrides '{}' --config x.yaml")
+    assert left_out(line.ignored) == (
+        "Not read, though it can change the KV cache or its memory: --hf-overrides, --config. "
+        "Without effect on the KV cache, or not a flag kvwatch knows: other, --port"
+    )
+    assert left_out(("--hf-overrides.rope_scaling",)).endswith("memory: --hf-overrides.rope_scaling.")
+    assert left_out(()) == ""
 
 
 @given(st.text(max_size=60))

@@ -13,7 +13,7 @@ from kvwatch.demand import Arrivals, arrivals
 from kvwatch.errors import SettingError
 from kvwatch.model import read_model
 from kvwatch.sources.model_files import load_model
-from kvwatch.vllm_args import whole_number
+from kvwatch.vllm_args import left_out, whole_number
 
 _MIX = re.compile(r"\s*([\d._,]+[kKmM]?)\s*[x×:*]\s*(\d+)\s*")
 
@@ -88,7 +88,7 @@ def command(
     )
     click.echo(_rendered(report, output, explain=explain))
     if request.ignored:
-        click.echo(f"Without effect on the KV cache: {', '.join(request.ignored)}", err=True)
+        click.echo(left_out(request.ignored), err=True)
     overflows = (contexts or concurrencies) and any(row.fits is False for row in report.table)
     if report.fits is False or overflows or (report.mix is not None and report.mix.fits is False):
         ctx.exit(1)

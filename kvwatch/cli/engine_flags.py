@@ -13,6 +13,7 @@ from kvwatch.cli.vllm_flags import engine_request, vllm_flags
 from kvwatch.errors import CapacityError
 from kvwatch.snapshot import CacheConfig
 from kvwatch.versions import engine_version, version_text
+from kvwatch.vllm_args import left_out
 from kvwatch.window import Window
 
 if TYPE_CHECKING:  # the budget side is loaded only where a model is given
@@ -50,7 +51,7 @@ def given(ctx: click.Context, options: Mapping[str, Any]) -> Given:
         return NOTHING_GIVEN
     request = engine_request(ctx, options)
     if request.ignored:
-        click.echo(f"Without effect on the KV cache: {', '.join(request.ignored)}", err=True)
+        click.echo(left_out(request.ignored), err=True)
     version_given = options.get("vllm_version") is not None
     if request.model is None:
         return Given(engine=request.engine, version_given=version_given)

@@ -86,7 +86,12 @@ def _verdict(report: BudgetReport, *, width: int, colour: bool) -> str:
 def _judgement(report: BudgetReport) -> tuple[str, str]:
     where = f"{report.model.name}{_placement(report)}"
     if report.refusal is not None:
-        return "DOES NOT FIT", " ".join((f"{where}: {report.refusal.text}", *report.remedies))
+        words = (
+            f"{where}: {report.refusal.text}",
+            *report.remedies,
+            _near_refusal(report, report.refusal.needed_bytes),
+        )
+        return "DOES NOT FIT", " ".join(word for word in words if word)
     budget = report.budget
     if budget is None:
         return "COSTS ONLY", (
@@ -111,7 +116,20 @@ def _range(report: BudgetReport) -> str:
     if not low or not high or low == high:
         return ""
     blocks = report.costs.block_bytes_per_rank * report.costs.blocks_per_max_len_request
-    return f" (an estimate: {max(0.0, min(low) / blocks):.1f} to {min(high) / blocks:.1f})"
+    least = max(0.0, min(low) / blocks)
+    refuses = "; below 1 it would refuse to start" if least < 1 else ""
+    return f" (an estimate: {least:.1f} to {min(high) / blocks:.1f}{refuses})"
+
+
+def _near_refusal(report: BudgetReport, needed_bytes: int) -> str:
+    """Where the memory is an estimate and its upper bound would do, the refusal is not certain."""
+    low, high = report.memory.low_bytes_per_rank, report.memory.high_bytes_per_rank
+    if not low or not high or min(high) < needed_bytes:
+        return ""
+    return (
+        f"The memory is an estimate, between {gib(min(low))} and {gib(min(high))}: it may start all the same. What the "
+        "engine logs as 'Available KV cache memory' decides."
+    )
 
 
 def _placement(report: BudgetReport) -> str:
