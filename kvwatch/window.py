@@ -3,7 +3,8 @@
 Counters: between two snapshots a counter grows by what it rose. Where any counter fell, or the process start time
 changed, the interval is left out of every increase and of the time that rates divide by, so a restart is neither a
 negative amount nor growth. (PromQL counts the value after a reset as growth; leaving it out can only under-count, by at
-most one interval.)
+most one interval.) Gauges of the process before say nothing of the present one: what must last is asked of `held`,
+which begins at the latest restart. (PromQL's min_over_time has them in its range until they are older than it.)
 
 Not every fall is a restart: vLLM with several API servers exports the sum of their files, which can step back a little
 (vLLM pull request 18053). Such an interval is left out as well, but not called a restart.
@@ -82,6 +83,18 @@ class Window:
         if len(inside) <= 1:
             inside = tuple(s for s in self.snapshots[-2:] if self.latest.at_seconds - s.at_seconds <= STALE_SECONDS)
         return Window(inside)
+
+    @cached_property
+    def since_restart(self) -> "Window":
+        """The snapshots of the present process, at least one. All of them where processes run side by side."""
+        if self.several_servers:
+            return self
+        first = max((n for n, pair in enumerate(self._pairs, 1) if _restarted(*pair)), default=0)
+        return Window(self.snapshots[first:]) if first else self
+
+    def held(self, seconds: float) -> "Window":
+        """`last`, of the present process: what an engine held before it restarted says nothing of what it holds now."""
+        return self.since_restart.last(seconds)
 
     # Gauges -------------------------------------------------------------------------------------------------------
 

@@ -183,6 +183,40 @@ def test_after_a_restart_it_is_not_known_whether_a_request_finished() -> None:
     assert "the engine restarted" in summary
 
 
+@pytest.mark.parametrize("check", ["kv_cache_saturated", "requests_queueing"])
+def test_an_idle_engine_that_restarted_does_not_hide_that_it_is_full_now(check: str) -> None:
+    """The pages of the idle one are inside the span that a condition must last for; the alert waits until they left."""
+    idle = engine_page(finished=50)
+    full = [
+        engine_page(running=20, waiting=5, usage=0.99, finished=n, queued_seconds=9, started=1.8e9) for n in range(3)
+    ]
+    assert of(check, window_of([idle, *full], every_seconds=5))[0] is WARNING
+
+
+def test_an_engine_that_was_full_before_its_restart_is_not_found_full() -> None:
+    full = engine_page(running=20, waiting=5, usage=1.0, finished=50)
+    assert of("kv_cache_saturated", window_of([full, full, engine_page(usage=0.9, waiting=1, started=1.8e9)]))[0] is OK
+
+
+def test_one_page_since_a_restart_does_not_show_what_lasts() -> None:
+    idle, full = engine_page(finished=50), engine_page(running=20, waiting=5, usage=1.0, started=1.8e9)
+    found = judged(window_of([idle, idle, full]))
+    for check in ("kv_cache_saturated", "requests_queueing", "long_context_monopoly", "engine_stalled"):
+        assert found[check].status in {OK, UNKNOWN}
+    assert found["kv_cache_saturated"].summary == (
+        "100% of the pool held, 5 requests waiting on the only page since the engine restarted: ask again when there "
+        "are more"
+    )
+    assert found["engine_stalled"].summary == "the engine restarted; a rate needs two pages since then"
+
+
+def test_a_trend_is_drawn_through_the_pages_of_one_process() -> None:
+    """The pool of the first process was nearly full; that of the second one fills, from nothing."""
+    before = [engine_page(running=5, usage=0.9)] * 6
+    after = [engine_page(running=5, usage=0.6 + 0.04 * n, started=1.8e9) for n in range(8)]
+    assert of("kv_cache_filling", window_of([*before, *after]))[0] is WARNING
+
+
 def test_the_cap_of_sequences_is_taken_from_a_flag_from_nim_or_inferred() -> None:
     queue: dict[str, Any] = {"running": 8, "waiting": 3, "usage": 0.3}
     inferred = steady(**queue)

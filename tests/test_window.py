@@ -78,6 +78,28 @@ def test_pages_of_servers_behind_a_load_balancer_are_recognised() -> None:
     assert not counted([100, 7, 8], started=[50, 90, 90]).several_servers
 
 
+def test_what_is_held_is_held_by_the_present_process() -> None:
+    seen = counted([100, 110, 3, 5, 6], started=[50, 50, 90, 90, 90])
+    assert [s.at_seconds for s in seen.since_restart.snapshots] == [20, 30, 40]
+    assert [s.at_seconds for s in seen.held(60).snapshots] == [20, 30, 40]
+    assert [s.at_seconds for s in seen.held(15).snapshots] == [30, 40]
+    assert [s.at_seconds for s in seen.last(60).snapshots] == [0, 10, 20, 30, 40]
+
+
+def test_a_page_is_not_joined_by_the_one_before_the_restart() -> None:
+    seen = counted([100, 3], started=[50, 90], every=60)
+    assert [s.at_seconds for s in seen.held(30).snapshots] == [60]
+
+
+def test_without_a_restart_everything_is_of_the_present_process() -> None:
+    assert counted([1, 2, 3]).since_restart.snapshots == counted([1, 2, 3]).snapshots
+
+
+def test_of_servers_behind_a_load_balancer_every_page_is_present() -> None:
+    seen = counted([100, 7, 101, 8], started=[50, 90, 50, 90])
+    assert seen.since_restart == seen
+
+
 @pytest.mark.parametrize(
     ("values", "started", "reason"),
     [

@@ -106,6 +106,13 @@ class Check:
         )
 
 
+def on_one_page(view: EngineView) -> str:
+    """The end of a sentence: why it cannot be told whether a condition lasts, and what would tell it."""
+    if view.window.restarts:
+        return "on the only page since the engine restarted: ask again when there are more"
+    return "on a single page: give --window or a capture folder to see if it lasts"
+
+
 def warning(limits: Thresholds, *, expr: str, summary: str) -> AlertRule:
     """A rule that asks for somebody's day, not for their night."""
     return AlertRule(

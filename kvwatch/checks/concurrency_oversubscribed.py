@@ -34,7 +34,7 @@ def evaluate(view: EngineView, limits: Thresholds) -> Verdict:
     usable = view.capacity.usable_blocks
     if usable is None:
         raise NoData("num_gpu_blocks is not exposed by this engine")
-    in_flight = _on_the_pool(view.window.last(limits.hold_seconds), limits)
+    in_flight = _on_the_pool(view.window.held(limits.hold_seconds), limits)
     size = request_footprint(view)
     carried = size.carried_by(usable, limits.pool_fits_probability)
     needed = size.demand_blocks(int(in_flight), limits.pool_fits_probability)

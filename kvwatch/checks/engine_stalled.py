@@ -26,6 +26,7 @@ Every client of this engine waits until its own timeout. Load balancers that loo
 """
 
 from kvwatch.checks.check import ENGINE, AlertRule, Check, EngineView, critical
+from kvwatch.errors import NoData
 from kvwatch.finding import Status, Verdict
 from kvwatch.recording import signals
 from kvwatch.thresholds import Thresholds
@@ -41,12 +42,14 @@ from kvwatch.window import Window
 
 
 def evaluate(view: EngineView, limits: Thresholds) -> Verdict:
-    held = view.window.last(limits.stall_seconds * 1.5)
+    held = view.window.held(limits.stall_seconds * 1.5)
     if _sleeps(held):
         return Verdict(status=Status.OK, summary="the engine sleeps on request")
     running, waiting = held.minimum(REQUESTS_RUNNING), held.minimum(REQUESTS_WAITING)
     if running + waiting <= 0:
         return Verdict(status=Status.OK, summary="no request was held all the time")
+    if len(held.snapshots) < 2 and view.window.restarts:
+        raise NoData("the engine restarted; a rate needs two pages since then")
     tokens = held.increase(GENERATION_TOKENS) + held.increase(PROMPT_TOKENS)
     evidence = {
         "running_requests": held.value(REQUESTS_RUNNING),

@@ -32,7 +32,7 @@ from kvwatch.vllm_metrics import KV_CACHE_USAGE, REQUESTS_RUNNING
 
 
 def evaluate(view: EngineView, limits: Thresholds) -> Verdict:
-    window = view.window
+    window = view.window.since_restart
     usage = window.value(KV_CACHE_USAGE)
     evidence = {"kv_cache_usage_ratio": usage}
     if not limits.filling_from_ratio <= usage < limits.kv_cache_saturated_ratio:

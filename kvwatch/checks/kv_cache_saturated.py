@@ -24,7 +24,7 @@ the pool was full for 24 seconds before the first one.
 - Lowering `--max-num-seqs` does not enlarge the pool; it only moves the queue, which helps when requests are preempted.
 """
 
-from kvwatch.checks.check import ENGINE, AlertRule, Check, EngineView, warning
+from kvwatch.checks.check import ENGINE, AlertRule, Check, EngineView, on_one_page, warning
 from kvwatch.finding import Status, Verdict
 from kvwatch.recording import signals
 from kvwatch.thresholds import Thresholds
@@ -32,7 +32,7 @@ from kvwatch.vllm_metrics import KV_CACHE_USAGE, REQUESTS_WAITING
 
 
 def evaluate(view: EngineView, limits: Thresholds) -> Verdict:
-    window = view.window.last(limits.hold_seconds)
+    window = view.window.held(limits.hold_seconds)
     usage, waiting = window.mean(KV_CACHE_USAGE), window.minimum(REQUESTS_WAITING)
     evidence = {
         "kv_cache_usage_ratio_mean": usage,
@@ -45,7 +45,7 @@ def evaluate(view: EngineView, limits: Thresholds) -> Verdict:
             return Verdict(status=Status.OK, summary=_now(window.value(KV_CACHE_USAGE), waiting), evidence=evidence)
         return Verdict(
             status=Status.UNKNOWN,
-            summary=f"{_now(usage, waiting)} on a single page: give --window or a capture folder to see if it lasts",
+            summary=f"{_now(usage, waiting)} {on_one_page(view)}",
             evidence=evidence,
         )
     if usage >= limits.kv_cache_saturated_ratio and waiting > 0:

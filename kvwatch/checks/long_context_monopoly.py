@@ -22,7 +22,7 @@ Short requests wait for the long ones to end: their time to first token is someb
 - `--long-prefill-token-threshold` keeps long prompts from taking whole steps; it does not give blocks back.
 """
 
-from kvwatch.checks.check import ENGINE, AlertRule, Check, EngineView, warning
+from kvwatch.checks.check import ENGINE, AlertRule, Check, EngineView, on_one_page, warning
 from kvwatch.finding import Status, Verdict
 from kvwatch.recording import signals
 from kvwatch.thresholds import Thresholds
@@ -30,7 +30,7 @@ from kvwatch.vllm_metrics import KV_CACHE_USAGE, REQUESTS_RUNNING, REQUESTS_WAIT
 
 
 def evaluate(view: EngineView, limits: Thresholds) -> Verdict:
-    window = view.window.last(limits.hold_seconds)
+    window = view.window.held(limits.hold_seconds)
     usage, waiting = window.mean(KV_CACHE_USAGE), window.minimum(REQUESTS_WAITING)
     running = window.maximum(REQUESTS_RUNNING)
     evidence = {
@@ -48,7 +48,7 @@ def evaluate(view: EngineView, limits: Thresholds) -> Verdict:
     if len(window.snapshots) < 2:
         return Verdict(
             status=Status.UNKNOWN,
-            summary=f"{what} on a single page: give --window or a capture folder to see if it lasts",
+            summary=f"{what} {on_one_page(view)}",
             evidence=evidence,
         )
     return Verdict(status=Status.WARNING, summary=what, evidence=evidence)

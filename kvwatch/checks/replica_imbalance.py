@@ -34,7 +34,7 @@ from kvwatch.window import Window
 
 
 def evaluate(view: EngineView, limits: Thresholds) -> Verdict:
-    window = view.window.last(limits.hold_seconds)
+    window = view.window.held(limits.hold_seconds)
     waiting, usage = window.minimum(REQUESTS_WAITING), window.mean(KV_CACHE_USAGE)
     evidence = {"waiting_requests_minimum": waiting, "kv_cache_usage_ratio_mean": usage}
     if waiting <= 0:
@@ -51,7 +51,7 @@ def evaluate(view: EngineView, limits: Thresholds) -> Verdict:
 
 def _usages_with_room(windows: Iterable[Window], hold_seconds: float) -> list[float]:
     """The mean usage of every engine that has room, ascending. An engine with a lasting queue has none."""
-    held = (window.last(hold_seconds) for window in windows)
+    held = (window.held(hold_seconds) for window in windows)
     return sorted(window.mean(KV_CACHE_USAGE) for window in held if _has_room(window))
 
 

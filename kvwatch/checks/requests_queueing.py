@@ -23,7 +23,7 @@ Queue time is part of the time to first token of every request.
 - Deferred: raise `--max-loras`, or look at the KV connector.
 """
 
-from kvwatch.checks.check import ENGINE, AlertRule, Check, EngineView, warning
+from kvwatch.checks.check import ENGINE, AlertRule, Check, EngineView, on_one_page, warning
 from kvwatch.checks.sequence_cap_reached import CHECK as SEQUENCE_CAP_REACHED
 from kvwatch.errors import NoData
 from kvwatch.finding import Status, Verdict
@@ -33,7 +33,7 @@ from kvwatch.vllm_metrics import KV_CACHE_USAGE, QUEUE_TIME, REQUESTS_WAITING, R
 
 
 def evaluate(view: EngineView, limits: Thresholds) -> Verdict:
-    window = view.window.last(limits.hold_seconds)
+    window = view.window.held(limits.hold_seconds)
     waiting = window.minimum(REQUESTS_WAITING)
     evidence: dict[str, float | int | str] = {
         "waiting_requests_minimum": waiting,
@@ -42,7 +42,7 @@ def evaluate(view: EngineView, limits: Thresholds) -> Verdict:
     if waiting <= 0:
         return Verdict(status=Status.OK, summary="no lasting queue", evidence=evidence)
     if len(window.snapshots) < 2:
-        raise NoData(f"{waiting:.0f} requests wait; a single page does not show if it lasts: give --window")
+        raise NoData(f"{waiting:.0f} requests wait {on_one_page(view)}")
     limit = binding_limit(view, limits)
     evidence["binding_limit"] = limit
     seconds = _queue_seconds(view)
@@ -64,7 +64,7 @@ def evaluate(view: EngineView, limits: Thresholds) -> Verdict:
 
 def binding_limit(view: EngineView, limits: Thresholds) -> str:
     """What holds waiting requests back: one of a closed set of phrases."""
-    window = view.window.last(limits.hold_seconds)
+    window = view.window.held(limits.hold_seconds)
     deferred = window.latest.parts.get(REQUESTS_WAITING_BY_REASON.name, {}).get("deferred", 0.0)
     if deferred >= max(1.0, window.minimum(REQUESTS_WAITING)):
         return "deferred requests (LoRA or KV transfer)"

@@ -39,7 +39,7 @@ from kvwatch.window import Window
 
 
 def evaluate(view: EngineView, limits: Thresholds) -> Verdict:
-    window = view.window.last(limits.hold_seconds)
+    window = view.window.held(limits.hold_seconds)
     usage, waiting = window.maximum(KV_CACHE_USAGE), window.minimum(REQUESTS_WAITING)
     lowest, highest = window.minimum(REQUESTS_RUNNING), window.maximum(REQUESTS_RUNNING)
     evidence = {
@@ -57,7 +57,7 @@ def evaluate(view: EngineView, limits: Thresholds) -> Verdict:
         if lowest < known:
             return Verdict(status=Status.OK, summary=f"{lowest:.0f} of {known:.0f} sequences ran", evidence=evidence)
         return _reached(f"{known:.0f} sequences", waiting, usage, evidence)
-    watched = view.window.last(limits.pinned_seconds)
+    watched = view.window.held(limits.pinned_seconds)
     if len(watched.snapshots) < 3:
         raise NoData(
             "max_num_seqs is not exposed by vLLM: give --max-num-seqs, or --window to see if running is pinned"
