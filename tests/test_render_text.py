@@ -74,6 +74,15 @@ def with_statuses(judged: Report, **statuses: Status) -> Report:
     return replace(judged, engines=(replace(engine, findings=findings),))
 
 
+@pytest.mark.parametrize("recommendations_first", [False, True])
+def test_what_to_do_stands_directly_below_the_problems(recommendations_first: bool) -> None:
+    judged = report(windows(read_capture(CAPTURES / "thrash", target="thrash", notes=[])))
+    text = report_text(judged, recommendations_first=recommendations_first)
+    marks = ("  CRITICAL ", "  WARNING  ", "Now, without a restart:", "  unknown  ", "  ok       ")
+    places = [text.index(mark) for mark in marks]
+    assert places == sorted(places)
+
+
 def test_the_worst_finding_is_the_headline() -> None:
     assert headline(recorded("thrash")) == (
         "CRITICAL preemptions_sustained: 0.66 preemptions per second, 0.83 per finished request (1 engine over 38 s)"

@@ -1,4 +1,5 @@
-"""Report -> text for a terminal: verdict first, then evidence, then what to do now, then flags for the next rollout.
+"""Report -> text for a terminal: the verdict, the problems with their evidence, what to do now, flags for the next
+rollout, and last what is unknown or fine.
 
 Plain text, at most `width` columns, readable without colour. Colour only marks the status words.
 """
@@ -77,8 +78,8 @@ def _engine(engine: EngineReport, *, width: int, colour: bool, recommendations_f
             parts.append(options_table(engine.options, engine.simulation, width=width))
         parts += [unknown, _names(fine, width=width, colour=colour)]
     else:
-        parts += [_findings(found, width=width, colour=colour), unknown, _findings(fine, width=width, colour=colour)]
-        parts.append(todo if found else "")
+        parts += [_findings(found, width=width, colour=colour), todo if found else ""]
+        parts += [unknown, _findings(fine, width=width, colour=colour)]
     return "\n".join(part for part in parts if part)
 
 
