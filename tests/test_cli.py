@@ -210,8 +210,27 @@ def test_the_list_of_commands() -> None:
     assert [name for name, _ in COMMANDS] == re.findall(r"^  ([a-z]+) {2,}", result.stdout, re.MULTILINE)
 
 
+@pytest.mark.parametrize(
+    ("command", "own"),
+    [("check", "--fail-on"), ("recommend", "--objective"), ("agent", "--alertmanager"), ("budget", "--context")],
+)
+def test_help_has_the_options_of_the_command_before_those_of_the_engine(command: str, own: str) -> None:
+    text = run(command, "--help").stdout
+    options, engine, flags = map(text.index, ("\nOptions:\n", "\nThe engine:\n", "\nvLLM flags of the engine:\n"))
+    assert options < text.index(f"  {own}") < text.index("--help") < engine < text.index("  --model ") < flags
+    assert flags < text.index("  --max-model-len")
+    assert "  SOURCE...\n" not in text
+
+
+@pytest.mark.parametrize("typed", ["preemption_sustained", "Preemptions-Sustained"])
+def test_a_mistyped_check_is_answered_with_the_nearest(typed: str) -> None:
+    assert "did you mean preemptions_sustained?" in run("explain", typed).stderr
+
+
 def test_explain_lists_the_checks_and_prints_their_pages() -> None:
-    assert [line.split()[0] for line in run("explain").stdout.splitlines()] == [check.id for check in checks.ALL]
+    listed = run("explain").stdout.splitlines()
+    assert [line.split()[0] for line in listed if line[0] != " "] == [check.id for check in checks.ALL]
+    assert max(map(len, listed)) <= 80
     for check in checks.ALL:
         page = run("explain", check.id).stdout
         assert page.startswith(f"# {check.id}\n")

@@ -1,6 +1,7 @@
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -12,6 +13,8 @@ from parts import answers, eventually, get, get_json
 from prometheus_client.parser import text_string_to_metric_families
 from reports import AT_SECONDS
 
+from kvwatch import __version__
+from kvwatch.cli.demo import program
 from kvwatch.demo import RecordedEngine, Recording, growth_between, load_recording
 from kvwatch.exposition import read_samples
 from kvwatch.finding import Status
@@ -128,6 +131,16 @@ def test_it_answers_as_a_vllm_server_does(engine: RecordedEngine) -> None:
     assert get_json(f"{engine.url}/version") == {"version": "0.32.0"}
     assert get_json(f"{engine.url}/v1/models")["data"][0]["max_model_len"] == 4096
     assert get(f"{engine.url}/health") == ""
+
+
+def test_the_command_it_names_is_one_that_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    words = shlex.split(program())
+    done = subprocess.run([*words, "--version"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, f"kvwatch, version {__version__}\n")
+    program_on_path = tmp_path / "kvwatch"
+    program_on_path.touch(mode=0o755)
+    assert program() == "kvwatch"
 
 
 def start(*arguments: str) -> "subprocess.Popen[str]":

@@ -13,6 +13,7 @@ from kvwatch.agent import Agent
 from kvwatch.capacity import EngineFacts
 from kvwatch.cli.engine_flags import Given, engine_facts, engine_flags, given
 from kvwatch.cli.options import DURATION, headers_from
+from kvwatch.cli.vllm_flags import EngineCommand
 from kvwatch.config import Config, OptionKind, listen_address, read_config
 from kvwatch.server import Board, Server
 from kvwatch.thresholds import DEFAULTS
@@ -58,7 +59,7 @@ def _converter(ctx: click.Context, param: click.Option) -> Callable[[Any], Any]:
     return convert
 
 
-@click.command("agent")
+@click.command("agent", cls=EngineCommand)
 @click.option(
     "--config",
     type=click.Path(path_type=Path),

@@ -8,7 +8,7 @@ import click
 
 from kvwatch.budget_report import BudgetReport, budget_report
 from kvwatch.cli.kv_memory import kv_memory
-from kvwatch.cli.vllm_flags import engine_request, vllm_flags
+from kvwatch.cli.vllm_flags import EngineCommand, engine_request, vllm_flags
 from kvwatch.demand import Arrivals, arrivals
 from kvwatch.errors import SettingError
 from kvwatch.model import read_model
@@ -32,7 +32,7 @@ class _Count(click.ParamType):  # type: ignore[type-arg]  # generic in click's n
             self.fail(f"{value!r} is not a whole number (8192, 8k = 8000, 8K = 8192)", param, ctx)
 
 
-@click.command("budget")
+@click.command("budget", cls=EngineCommand)
 @vllm_flags
 @click.option(
     "--context", "contexts", type=_Count(), multiple=True, metavar="TOKENS", help="A context length; repeatable."

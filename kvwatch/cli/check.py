@@ -5,9 +5,10 @@ from typing import Any
 import click
 
 from kvwatch.cli.judge import judge, judging_options
+from kvwatch.cli.vllm_flags import EngineCommand
 
 
-@click.command("check")
+@click.command("check", cls=EngineCommand)
 @judging_options()
 @click.pass_context
 def command(ctx: click.Context, /, **options: Any) -> None:

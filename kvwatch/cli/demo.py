@@ -1,8 +1,12 @@
 """`kvwatch demo`: the agent on a recorded engine, until the verdict and beyond."""
 
 import logging
+import shlex
+import shutil
 import signal
+import sys
 import threading
+from pathlib import Path
 
 import click
 
@@ -105,9 +109,17 @@ def _line(elapsed_seconds: float, engine: EngineReport) -> str:
     return "  ".join(words)
 
 
+def program() -> str:
+    """What runs kvwatch in another terminal: its name where it is on PATH, else as this Python can run it."""
+    if shutil.which("kvwatch"):
+        return "kvwatch"
+    beside = Path(sys.executable).with_name("kvwatch")
+    return shlex.quote(str(beside)) if beside.exists() else f"{shlex.quote(sys.executable)} -m kvwatch"
+
+
 def _tell(judged: Report, page_url: str, engine_url: str) -> None:
     click.echo(report_text(judged, width=terminal_width(), colour=wants_colour(), recommendations_first=True))
     click.echo(f"\nThe page:        {page_url}", err=True)
     click.echo(f"Its metrics:     {page_url}/metrics", err=True)
-    click.echo(f"The same, once:  kvwatch recommend {engine_url}", err=True)
+    click.echo(f"The same, once:  {program()} recommend {engine_url}", err=True)
     click.echo("Ctrl-C ends it.", err=True)

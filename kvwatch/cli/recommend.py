@@ -5,9 +5,10 @@ from typing import Any
 import click
 
 from kvwatch.cli.judge import judge, judging_options
+from kvwatch.cli.vllm_flags import EngineCommand
 
 
-@click.command("recommend")
+@click.command("recommend", cls=EngineCommand)
 @judging_options("args")
 @click.option(
     "--objective",

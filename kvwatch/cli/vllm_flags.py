@@ -42,6 +42,30 @@ class EngineRequest:
         )
 
 
+class EngineOption(click.Option):
+    """Says what the engine is: model, GPU, version, a command line."""
+
+
+class VllmFlag(click.Option):
+    """A flag of vLLM itself."""
+
+
+class EngineCommand(click.Command):
+    """A command whose --help has its own options first, then those of the engine, then vLLM's flags."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        sections: dict[str, list[tuple[str, str]]] = {"Options": [], "The engine": [], "vLLM flags of the engine": []}
+        own, engine, flags = sections.values()
+        for param in self.get_params(ctx):
+            entry = param.get_help_record(ctx) if isinstance(param, click.Option) else None
+            if entry is not None:
+                kind = flags if isinstance(param, VllmFlag) else engine if isinstance(param, EngineOption) else own
+                kind.append(entry)
+        for title, entries in sections.items():
+            with formatter.section(title):
+                formatter.write_dl(entries)
+
+
 class _FlagType(click.ParamType):  # type: ignore[type-arg]  # generic in click's newest releases only
     """A vLLM flag's value, read as vLLM reads it."""
 
@@ -74,11 +98,11 @@ def vllm_flags(command: Callable[..., Any]) -> Callable[..., Any]:
     for flag in reversed(FLAGS):
         command = _option(flag)(command)
     own = (
-        click.option(
+        _about_engine(
             "--num-speculative-tokens", type=click.IntRange(min=0), metavar="N", help="Draft tokens per step."
         ),
-        click.option("--speculative-method", metavar="NAME", help="mtp, eagle3, ngram, ..."),
-        click.option(
+        _about_engine("--speculative-method", metavar="NAME", help="mtp, eagle3, ngram, ..."),
+        _about_engine(
             "--max-concurrent-batches",
             type=click.IntRange(min=1),
             metavar="N",
@@ -93,12 +117,14 @@ def vllm_flags(command: Callable[..., Any]) -> Callable[..., Any]:
 def engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """The model, the GPU, the version and whole command lines, for a command whose own flags are vLLM's."""
     options = (
-        click.option("--model", metavar="PATH|NAME", help="config.json, its folder, or a known model's name."),
-        click.option("--gpu", metavar="NAME", help="The GPU: H100, L4, A100-40GB, 'NVIDIA H100 80GB HBM3', ..."),
-        click.option("--gpu-memory-gib", type=float, metavar="GIB", help="Memory of one GPU as its driver reports it."),
-        click.option("--vllm-version", metavar="X.Y.Z", help="vLLM's version; decides rules and defaults."),
-        click.option("--vllm-args", metavar="'...'", help="A whole vllm serve command line, as in a pod spec."),
-        click.option(
+        _about_engine("--model", metavar="PATH|NAME", help="config.json, its folder, or a known model's name."),
+        _about_engine("--gpu", metavar="NAME", help="The GPU: H100, L4, A100-40GB, 'NVIDIA H100 80GB HBM3', ..."),
+        _about_engine(
+            "--gpu-memory-gib", type=float, metavar="GIB", help="Memory of one GPU as its driver reports it."
+        ),
+        _about_engine("--vllm-version", metavar="X.Y.Z", help="vLLM's version; decides rules and defaults."),
+        _about_engine("--vllm-args", metavar="'...'", help="A whole vllm serve command line, as in a pod spec."),
+        _about_engine(
             "--vllm-args-file",
             type=click.Path(dir_okay=False, allow_dash=True),
             metavar="FILE",
@@ -110,13 +136,18 @@ def engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
+def _about_engine(*names: str, **settings: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    return click.option(*names, cls=EngineOption, **settings)
+
+
 def _option(flag: Flag) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     if flag.kind == "switch":
-        return click.option(f"{flag.option}/--no-{flag.name}", flag.field, default=None, help=flag.help)
+        return click.option(f"{flag.option}/--no-{flag.name}", flag.field, cls=VllmFlag, default=None, help=flag.help)
     return click.option(
         flag.option,
         *(alias for alias in flag.aliases if len(alias) > 2),
         flag.field,
+        cls=VllmFlag,
         type=_FlagType(flag),
         metavar=_METAVAR[flag.kind],
         help=flag.help,
