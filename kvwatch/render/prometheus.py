@@ -39,22 +39,12 @@ CAPACITY: Mapping[str, tuple[str, str]] = {
 RECOMMENDED: Mapping[str, tuple[str, str]] = {
     "max_num_seqs": ("kvwatch_recommended_max_num_seqs", "Proposed --max-num-seqs."),
     "watermark": ("kvwatch_recommended_watermark_ratio", "Proposed --watermark."),
-    "gpu_memory_utilization": (
-        "kvwatch_recommended_gpu_memory_utilization_ratio",
-        "Proposed --gpu-memory-utilization.",
-    ),
-    "kv_cache_memory_bytes": ("kvwatch_recommended_kv_cache_memory_bytes", "Proposed --kv-cache-memory-bytes."),
-    "max_model_len": ("kvwatch_recommended_max_model_len", "Proposed --max-model-len."),
-    "max_num_batched_tokens": ("kvwatch_recommended_max_num_batched_tokens", "Proposed --max-num-batched-tokens."),
-    "max_num_queued_reqs": ("kvwatch_recommended_max_num_queued_reqs", "Proposed --max-num-queued-reqs."),
     "gateway_max_in_flight": (
         "kvwatch_recommended_gateway_max_in_flight",
         "Proposed cap of requests in flight on this engine, set in the gateway.",
     ),
-    "replicas": ("kvwatch_recommended_replicas", "Proposed number of engines."),
-    "tensor_parallel_size": ("kvwatch_recommended_tensor_parallel_size", "Proposed --tensor-parallel-size."),
 }
-"""Setting of a Recommendation whose value is a number -> metric and help."""
+"""Setting of a Recommendation -> metric and help: every setting that is ever proposed."""
 
 EVIDENCE: Mapping[tuple[str, str], tuple[str, str]] = {
     ("capacity_below_budget", "budget_num_gpu_blocks"): (
