@@ -145,7 +145,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(body)
+            try:
+                self.wfile.write(body)
+            except ConnectionError:  # whoever asked has gone; there is nobody to tell
+                self.close_connection = True
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002 -- the base's signature
         """Silent: the demo has its own output."""

@@ -168,7 +168,8 @@ def test_a_version_that_is_only_a_lower_bound_refuses_no_flag_but_one_that_is_gi
 
 
 def test_a_server_is_sampled_and_its_version_is_read() -> None:
-    pages: dict[str, Answer] = {"/metrics": Replay(CAPTURES / "thrash", speed=20.0), "/version": answer('{"version": "0.32.0"}')}
+    replayed = Replay(CAPTURES / "thrash", speed=20.0)
+    pages: dict[str, Answer] = {"/metrics": replayed, "/version": answer('{"version": "0.32.0"}')}
     with server(pages) as address:
         result = run("--workload", address, "--window", "1s", "-o", "json")
     assert result.exit_code == 0

@@ -11,12 +11,13 @@ from pathlib import Path
 import click
 
 from kvwatch.agent import Agent
+from kvwatch.checks import metrics_missing
 from kvwatch.cli.engine_flags import NOTHING_GIVEN, engine_facts
 from kvwatch.cli.options import terminal_width, wants_colour
 from kvwatch.config import Config, listen_address
 from kvwatch.demo import RecordedEngine, load_recording
 from kvwatch.errors import SourceError
-from kvwatch.finding import Status, overall
+from kvwatch.finding import Finding, Status, overall
 from kvwatch.render.text import report_text
 from kvwatch.report import EngineReport, Report
 from kvwatch.server import Board, Server
@@ -82,9 +83,9 @@ def _play(board: Board, engine: RecordedEngine, stop: threading.Event) -> bool:
         if posted is not None and posted.at_seconds != told:
             told = posted.at_seconds
             click.echo(_line(engine.elapsed_seconds, posted.report.engines[0]), err=True)
-            if posted.report.worst is Status.CRITICAL and not verdict:
+            if not verdict and (found := _found(posted.report)):
                 verdict = True
-                click.echo(_verdict(posted.report))
+                click.echo(f"\n{found.status.value.upper()}  {found.check}: {found.summary}\n")
             if verdict and engine.elapsed_seconds >= RECOMMEND_AT_SECONDS:
                 return True
         if engine.elapsed_seconds > PATIENCE_SECONDS:
@@ -92,9 +93,10 @@ def _play(board: Board, engine: RecordedEngine, stop: threading.Event) -> bool:
     return False
 
 
-def _verdict(judged: Report) -> str:
-    finding = next(f for f in judged.engines[0].findings if f.status is judged.worst)
-    return f"\n{judged.worst.value.upper()}  {finding.check}: {finding.summary}\n"
+def _found(judged: Report) -> Finding | None:
+    """What is critical about the recorded engine. A scrape that fails, as on an overloaded machine, is not it."""
+    findings = judged.engines[0].findings
+    return next((f for f in findings if f.status is Status.CRITICAL and f.check != metrics_missing.CHECK.id), None)
 
 
 def _line(elapsed_seconds: float, engine: EngineReport) -> str:
