@@ -93,7 +93,7 @@ class Load:
             }
             started = time.monotonic()
             with self._gateway:
-                problem = _send(connection, body)
+                problem = self._send(connection, body)
             with self._lock:
                 if problem is None:
                     self.response_seconds.append(time.monotonic() - started)
@@ -102,8 +102,16 @@ class Load:
             if problem is not None:
                 return
 
+    def _send(self, connection: http.client.HTTPConnection, body: dict[str, object]) -> str | None:
+        """Post a completion; on a new connection where the server has closed the idle one (uvicorn does, after 5 s)."""
+        problem = _post(connection, body)
+        if problem is not None and "BrokenPipeError" in problem and not self._stopping.is_set():
+            connection.close()
+            problem = _post(connection, body)
+        return problem
 
-def _send(connection: http.client.HTTPConnection, body: dict[str, object]) -> str | None:
+
+def _post(connection: http.client.HTTPConnection, body: dict[str, object]) -> str | None:
     """Post a completion and read its answer; what went wrong, or None."""
     try:
         connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})

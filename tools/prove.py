@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """A real vLLM thrashes, kvwatch reads its /metrics and names flags, vLLM restarts with them: is it better?
 
-    python tools/prove.py [--rounds 2] [--output docs/proof.md]
+    python tools/prove.py [--rounds 3] [--output docs/proof.md]
 
 The same seeded work every time: 28 clients send 3 requests each, prompts of 900 to 1500 tokens, answers of 600 to 1200,
 to a pool of 256 blocks of 128 tokens. The prediction is made from the first run's pages, before the flags are tried.
@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 sys.path[:0] = [str(Path(__file__).parent.parent / "tests"), str(Path(__file__).parent.parent)]
 
@@ -53,6 +53,7 @@ BASELINE = {"max_num_seqs": SEATS, "watermark": 0.0}
 # The pages that kvwatch sees end before the first clients run out of requests: the load is still on.
 SEEN_REQUESTS = REQUESTS - CLIENTS
 TARGETS = {"preemptions": 0.80, "throughput": 0.97}
+LARGEST_SPREAD = 1.1  # fastest to slowest run with the same settings
 DRAWS = 8
 
 
@@ -86,7 +87,7 @@ class Prediction:
 
 def main() -> int:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--rounds", type=int, default=2, help="how often both settings are run, in turn")
+    options.add_argument("--rounds", type=int, default=3, help="how often both settings are run, in turn")
     options.add_argument("--output", type=Path, default=ROOT / "docs" / "proof.md")
     asked = options.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
@@ -105,7 +106,7 @@ def main() -> int:
     text = page(report, proposed, expected, baseline, tuned)
     asked.output.write_text(text, encoding="utf-8")
     say(text)
-    return 0 if all(passed for _, passed in verdicts(expected, baseline, tuned)) else 1
+    return 0 if all(verdict == "met" for _, verdict in verdicts(expected, baseline, tuned)) else 1
 
 
 # ---- running -------------------------------------------------------------------------------------------------------
@@ -126,9 +127,10 @@ def measure(settings: Mapping[str, float], folder: Path, name: str) -> Run:
         with recording(scraper, folder / name, load):
             load.wait()
         seconds = time.monotonic() - started
-        after = scraper.page().body
+        after = scraper.page().body if not load.errors else before
     if load.errors or load.answered != REQUESTS:
-        raise SystemExit(f"{load.answered} of {REQUESTS} requests were answered; errors: {load.errors[:3]}")
+        log = (folder / f"{name}.log").read_text(errors="replace")[-2000:]
+        raise SystemExit(f"{load.answered} of {REQUESTS} requests were answered; errors: {load.errors[:3]}\n{log}")
     window = window_of({0: before, 1: after}, folder / f"{name}-ends")
     run = measured(settings, window, seconds)
     say(f"{name}: {run.preemptions} preemptions, {run.output_tokens_per_second:.0f} output tokens/s")
@@ -223,24 +225,42 @@ def predict(capture: Path, settings: Mapping[str, float]) -> Prediction:
 # ---- the page ------------------------------------------------------------------------------------------------------
 
 
+Verdict = Literal["met", "missed", "not decided"]
+
+
 def verdicts(
     expected: Sequence[Prediction], baseline: Sequence[Run], tuned: Sequence[Run]
-) -> tuple[tuple[str, bool], ...]:
+) -> tuple[tuple[str, Verdict], ...]:
     """What was wanted, in a sentence each, and whether it came out so."""
     fewer = 1 - mean([run.preemptions for run in tuned]) / mean([run.preemptions for run in baseline])
-    speed = mean([run.output_tokens_per_second for run in tuned]) / mean(
-        [run.output_tokens_per_second for run in baseline]
-    )
-    least, kept = TARGETS["preemptions"], TARGETS["throughput"]
+    least = TARGETS["preemptions"]
     found = [
-        (f"Preemptions fall by {fewer:.0%}; at least {least:.0%} are wanted.", fewer >= least),
-        (f"Output tokens per second are {speed:.1%} of before; at least {kept:.0%} are wanted.", speed >= kept),
+        (f"Preemptions fall by {fewer:.0%}; at least {least:.0%} are wanted.", _met(fewer >= least)),
+        speed_verdict([r.output_tokens_per_second for r in baseline], [r.output_tokens_per_second for r in tuned]),
     ]
     for name, prediction, runs in (("before", expected[0], baseline), ("after", expected[1], tuned)):
         seen, said = mean([run.preemptions for run in runs]), prediction.preemptions
         text = f"Preemptions {name}: {said:.1f} predicted, {seen:.1f} measured; within 30 % or 3 is wanted."
-        found.append((text, abs(said - seen) <= max(3.0, 0.3 * seen)))
+        found.append((text, _met(abs(said - seen) <= max(3.0, 0.3 * seen))))
     return tuple(found)
+
+
+def speed_verdict(before: Sequence[float], after: Sequence[float]) -> tuple[str, Verdict]:
+    """Throughput after against before; not decided where runs with the same settings differ by more than that."""
+    kept = TARGETS["throughput"]
+    ratio = mean(after) / mean(before)
+    text = f"Output tokens per second: {ratio:.1%} of before on average; at least {kept:.0%} are wanted."
+    spread = max(max(runs) / min(runs) for runs in (before, after))
+    if spread > LARGEST_SPREAD:
+        other = (
+            f" Runs with the same settings differ by a factor of {spread:.1f}, so other work on the machine decided."
+        )
+        return text + other, "not decided"
+    return text, _met(ratio >= kept)
+
+
+def _met(is_met: bool) -> Verdict:
+    return "met" if is_met else "missed"
 
 
 PAGE = """# Proof: a real vLLM before and after
@@ -254,9 +274,10 @@ the same in every run.
 `kvwatch recommend` saw the /metrics pages of the first run, up to its {seen}th answer, and nothing else.
 
 - Now: {now}.
-- At the next rollout: `{flags}`. The engine had been started with `{before}`.
+- At the next rollout: `{flags}`.
+  The engine had been started with `{before}`.
 - It simulated {simulated:.2f} preemptions per request under the present settings; {observed:.2f} were seen.
-  What a step costs was {cost}.
+  The cost of a step {cost}.
 
 Its prediction for these {requests} requests, made before the flags were tried: {draws} draws of requests from what the
 pages show; mean, lowest and highest.
@@ -272,6 +293,9 @@ pages show; mean, lowest and highest.
 {rows}
 
 {checked}
+
+Runs alternate between the two settings. In a closed loop the preemptions hardly depend on how fast the machine is; the
+throughput does.
 """
 
 
@@ -303,7 +327,7 @@ def page(
         before=command_line(BASELINE),
         simulated=simulation["simulated_preemptions_per_request"],
         observed=simulation["observed_preemptions_per_request"],
-        cost="not to be fitted to these pages" if fitted is None else f"fitted and misses {fitted:.0%} of the time",
+        cost="could not be fitted to them" if fitted is None else f"was fitted and misses {fitted:.0%} of the time",
         requests=REQUESTS,
         draws=DRAWS,
         predicted="\n".join(
@@ -312,7 +336,7 @@ def page(
             for name, told, _ in named
         ),
         rows="\n".join(row(name, run) for name, _, runs in named for run in runs),
-        checked="\n".join(f"- {'met' if is_met else '**missed**'}: {text}" for text, is_met in checks),
+        checked="\n".join(f"- **{verdict}**: {text}" for text, verdict in checks),
     )
 
 
