@@ -12,18 +12,20 @@ option's own type; `thresholds` is the one mapping besides:
     thresholds: {hold_seconds: 60}
 """
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from kvwatch.errors import SettingError
+from kvwatch.errors import SettingError, shown
 from kvwatch.thresholds import DEFAULTS, Thresholds
 
 MAX_FILE_BYTES = 1024 * 1024
 MINIMUM_INTERVAL_SECONDS = 0.2
 MAXIMUM_ROUNDS_KEPT = 1000  # pages of one engine held in memory, about 25 KB each
 MAXIMUM_TARGETS = 64
+_PORT = re.compile(r"[0-9]{1,5}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +76,7 @@ def listen_address(text: str) -> tuple[str, int]:
     """`HOST:PORT` or `[IPV6]:PORT` -> host and port. Raises SettingError; every interface must be asked for by name."""
     host, colon, port = text.rpartition(":")
     host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
-    if not colon or not port.isdigit() or int(port) > 65535 or (":" in host and not text.startswith("[")):
+    if not colon or not _PORT.fullmatch(port) or int(port) > 65535 or (":" in host and not text.startswith("[")):
         raise SettingError(f"--listen {text!r} is not HOST:PORT, for example 127.0.0.1:9109 or [::1]:9109")
     if not host:
         raise SettingError(
@@ -150,7 +152,7 @@ def _converted(kind: OptionKind, value: Any, where: str) -> Any:
 def _scalar(kind: OptionKind, value: Any, where: str) -> Any:
     if isinstance(value, bool) != kind.is_flag or not isinstance(value, (str, int, float)):
         wanted = "true or false" if kind.is_flag else "text or a number"
-        raise SettingError(f"{where}: {value!r} is not {wanted}")
+        raise SettingError(f"{where}: {shown(value)} is not {wanted}")
     try:
         return kind.convert(value)
     except ValueError as error:
@@ -159,7 +161,7 @@ def _scalar(kind: OptionKind, value: Any, where: str) -> Any:
 
 def _thresholds(value: Any, where: str) -> Thresholds:
     if not isinstance(value, dict):
-        raise SettingError(f"{where}: {value!r} is not a mapping such as {{hold_seconds: 60}}")
+        raise SettingError(f"{where}: {shown(value)} is not a mapping such as {{hold_seconds: 60}}")
     kinds = {entry.name: type(getattr(DEFAULTS, entry.name)) for entry in fields(Thresholds)}
     changed: dict[str, Any] = {}
     for name, number in value.items():
@@ -167,7 +169,9 @@ def _thresholds(value: Any, where: str) -> Thresholds:
             raise SettingError(f"{where}.{name}: there is no such threshold; {_known(kinds, str(name))}")
         whole = kinds[name] is int
         if isinstance(number, bool) or not isinstance(number, int if whole else (int, float)) or not 0 <= number < 1e9:
-            raise SettingError(f"{where}.{name}: {number!r} is not a {'whole ' if whole else ''}number from 0 upwards")
+            raise SettingError(
+                f"{where}.{name}: {shown(number)} is not a {'whole ' if whole else ''}number from 0 upwards"
+            )
         changed[name] = number if whole else float(number)
     return replace(DEFAULTS, **changed)
 

@@ -13,6 +13,9 @@
 A message says what failed, with the value, why it matters, and the flag or command to try next.
 """
 
+import re
+import reprlib
+
 
 class KvwatchError(Exception):
     """Base of every error that a user can cause and mend."""
@@ -52,3 +55,22 @@ class SettingError(KvwatchError):
 
 class CapacityError(KvwatchError):
     """Settings with which vLLM itself would refuse to start."""
+
+
+_SHORT = reprlib.Repr()  # a few aliases of YAML stand for more text than memory holds
+_SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 2, 60, 60
+# All of C0 and C1 but the line feed, the separators that some terminals take for one, and what turns text around.
+_UNPRINTABLE = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
+
+
+def shown(value: object) -> str:
+    """A value as an error shows it: one short line, whatever it is."""
+    if value is None:
+        return "missing"
+    text = _SHORT.repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def printable(text: str) -> str:
+    """Text from elsewhere without what would move a terminal's cursor; a line feed stays."""
+    return _UNPRINTABLE.sub(lambda match: f"\\u{ord(match[0]):04x}", text)

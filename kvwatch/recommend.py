@@ -44,22 +44,28 @@ _REPRODUCED_RATIO, _ROUGHLY_RATIO = 1.5, 2.5
 
 
 def recommend(
-    view: EngineView, findings: tuple[Finding, ...], limits: Thresholds, *, objective: Objective = "balanced"
+    view: EngineView,
+    findings: tuple[Finding, ...],
+    limits: Thresholds,
+    *,
+    objective: Objective = "balanced",
+    turned_away: str | None = None,
 ) -> Proposals:
-    """What to change on one engine, with the options it was chosen from."""
+    """What to change on one engine, with the options it was chosen from. `turned_away`: why nothing is simulated."""
     because = harm_found(findings) or _held_back(findings)
     if not because:
         return Proposals(withheld=unjudged(findings))
     try:
-        study = _study(view, objective, may_loosen=HARM[0] not in because)
+        study = None if turned_away else _study(view, objective, may_loosen=HARM[0] not in because)
     except (NoData, SettingError) as missing:
-        known = estimate(view, findings, limits)
-        reason = f"not simulated: {missing}"
-        return Proposals(
-            recommendations=known.recommendations,
-            withheld=(*known.withheld, Withheld(setting="max_num_seqs", reason=reason)),
-        )
-    return _Answer(view, because, limits, study).proposals()
+        study, turned_away = None, str(missing)
+    if study is not None:
+        return _Answer(view, because, limits, study).proposals()
+    known = estimate(view, findings, limits)
+    return Proposals(
+        recommendations=known.recommendations,
+        withheld=(*known.withheld, Withheld(setting="max_num_seqs", reason=f"not simulated: {turned_away}")),
+    )
 
 
 def _held_back(findings: Sequence[Finding]) -> tuple[str, ...]:

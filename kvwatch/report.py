@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 from kvwatch import checks
@@ -37,6 +36,12 @@ if TYPE_CHECKING:
     from kvwatch.budget import Budget
     from kvwatch.objective import Objective
 
+
+MAX_SIMULATED_ENGINES = 8
+_ENOUGH = (
+    f"the load of {MAX_SIMULATED_ENGINES} engines, those that preempt most, is simulated at a time; give this engine "
+    "alone as SOURCE"
+)
 
 Proposer = Callable[[EngineView, "tuple[Finding, ...]", Thresholds], Proposals]
 
@@ -113,12 +118,12 @@ def report(
     reported but its time. An engine of which only the failure is known needs no window.
 
     With `simulate`, settings for engines in trouble are chosen by simulating their load, which takes seconds of CPU
-    for each; without it `proposer` decides, by default by formula.
+    for each, for at most MAX_SIMULATED_ENGINES of them; without it `proposer` decides, by default by formula.
     """
     known, gone = facts or {}, dict(failures or {})
     proposer = _simulating(objective) if simulate else proposer
     engines = []
-    windows = tuple(windows)
+    windows = tuple(_by_preemptions(windows) if simulate else windows)
     current = tuple(window for window in windows if window.key not in gone)
     fleets = _fleets(current)
     for window in windows:
@@ -154,7 +159,28 @@ def _contradictions(windows: Iterable[Window], facts: Mapping[str, EngineFacts])
 def _simulating(objective: Objective) -> Proposer:
     from kvwatch.recommend import recommend  # noqa: PLC0415 -- a check does not load the simulator
 
-    return partial(recommend, objective=objective)
+    simulated = 0
+
+    def proposer(view: EngineView, findings: tuple[Finding, ...], limits: Thresholds) -> Proposals:
+        nonlocal simulated
+        turned_away = _ENOUGH if simulated >= MAX_SIMULATED_ENGINES else None
+        proposals = recommend(view, findings, limits, objective=objective, turned_away=turned_away)
+        simulated += proposals.simulation is not None
+        return proposals
+
+    return proposer
+
+
+def _by_preemptions(windows: Iterable[Window]) -> list[Window]:
+    """The engine that preempts most first; where that is not known, last."""
+
+    def rate(window: Window) -> float:
+        try:
+            return window.rate(PREEMPTIONS)
+        except NoData:
+            return -1.0
+
+    return sorted(windows, key=rate, reverse=True)
 
 
 def _fleets(windows: Iterable[Window]) -> dict[str, Fleet]:

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from kvwatch.errors import ExpositionError
+from kvwatch.errors import ExpositionError, printable
 from kvwatch.exposition import Sample, is_vllm_page
 from kvwatch.vllm_metrics import (
     ALL,
@@ -23,6 +23,8 @@ ENGINE_LABEL = "engine"
 DEFAULT_ENGINE = "0"
 # No length in tokens and no time in seconds is larger; with such bounds sums overflow.
 _HIGHEST_BOUND = 1e15
+# No count and no sum of seconds is larger; with such values sums overflow.
+_HIGHEST_VALUE = 1e18
 # Ray Serve and Prometheus put several servers on one page or in one answer; these labels tell them apart.
 INSTANCE_LABELS = ("instance", "namespace", "pod", "ReplicaId", "WorkerId")
 # The production-stack router repeats engine metrics under the address of each backend.
@@ -44,7 +46,7 @@ class EngineKey:
         if not self.engine:
             return "no engine seen yet"
         model = self.model_name or "unnamed model"
-        return f"{model} engine {self.engine}"
+        return " ".join(printable(f"{model} engine {self.engine}").split("\n"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -305,7 +307,7 @@ class _Collected:
 def _is_possible(series: Series, value: float) -> bool:
     """Whether the value can be the fact. Sentinels, NaN, infinities and impossible ratios are missing values."""
     metric = series.metric
-    highest = metric.ceiling if series.part == "value" else math.inf
+    highest = min(metric.ceiling, _HIGHEST_VALUE) if series.part == "value" else _HIGHEST_VALUE
     return math.isfinite(value) and metric.floor <= value <= highest
 
 
@@ -351,7 +353,7 @@ def _cache_config(labels: Mapping[str, str], engines: int) -> CacheConfig:
             value = float(labels[name])
         except (KeyError, ValueError):
             return None
-        return value if math.isfinite(value) and value >= 0 else None
+        return value if 0 <= value <= _HIGHEST_VALUE else None
 
     def whole(name: str) -> int | None:
         value = number(name)

@@ -10,12 +10,11 @@
 `request_log` name files instead of `requests`; reading them is kvwatch.sources.workload_files' work.
 """
 
-import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields
 from typing import Any, TypeVar
 
-from kvwatch.errors import SettingError
+from kvwatch.errors import SettingError, shown
 from kvwatch.flag_releases import EVICT_UNHASHED_FIRST_SINCE, FIRST_RELEASE, has_flag
 from kvwatch.simulation import CostModel, KvGroup, Request, Retry, SchedulerSettings, Workload
 from kvwatch.simulator import check_fits
@@ -171,15 +170,3 @@ _TYPES: dict[str, tuple[Callable[[Any], bool], str]] = {
         "a list of {block_size, window_tokens, max_blocks}",
     ),
 }
-
-
-_SHORT = reprlib.Repr()  # a few aliases of YAML stand for more text than memory holds
-_SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 2, 60, 60
-
-
-def shown(value: Any) -> str:
-    """A value as an error shows it: one short line, whatever it is."""
-    if value is None:
-        return "missing"
-    text = _SHORT.repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

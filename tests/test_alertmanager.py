@@ -1,4 +1,5 @@
 import json
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 from parts import alertmanager, eventually, get_json, serving, webhook
 from reports import DOWN, HEALTHY, KEY, THRASHING, findings, report_of
+from servers import raw_server
 
 from kvwatch.checks import ALL
 from kvwatch.errors import SettingError
@@ -298,6 +300,46 @@ def test_an_alertmanager_that_is_down_is_said_once(caplog: pytest.LogCaptureFixt
 def test_an_address_without_a_scheme_is_refused() -> None:
     with pytest.raises(SettingError, match="http://alertmanager:9093"):
         Alertmanager("alertmanager:9093")
+
+
+@pytest.mark.parametrize(
+    ("address", "says"),
+    [
+        ("http://", "--alertmanager 'http://' is not an address"),
+        ("ftp://a", "--alertmanager 'ftp://a' is not an address"),
+        ("http://a:b", "Port could not be cast to integer value"),
+        ("http://user:secret@a", "--alertmanager …@a: the address holds a login, which is not sent"),
+    ],
+)
+def test_an_address_that_cannot_be_one_is_refused(address: str, says: str) -> None:
+    with pytest.raises(SettingError) as refused:
+        Alertmanager(address)
+    assert says in str(refused.value)
+    assert "secret" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("head", "says"),
+    [
+        (b"HTTP/1.1 ", "no answer within 0.3 s"),
+        (b"HTTP/1.1 500 Oh\r\nContent-Length: 4000\r\n\r\n", "refused with HTTP status 500: x"),
+    ],
+)
+def test_an_alertmanager_that_drips_its_answer_is_cut_off(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, head: bytes, says: str
+) -> None:
+    def drip(line: socket.socket) -> None:
+        line.sendall(head)
+        while True:
+            line.sendall(b"x")
+            time.sleep(0.02)
+
+    monkeypatch.setattr("kvwatch.sinks.alertmanager.TOTAL_SECONDS", 0.3)
+    with raw_server(drip) as address:
+        sink = Alertmanager(address)
+        sink.submit(batch((PREEMPTED,)))
+        assert eventually(lambda: says in caplog.text)
+        sink.close()
 
 
 CONFIG = """

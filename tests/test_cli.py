@@ -179,6 +179,23 @@ def test_a_result_that_cannot_be_written_is_2() -> None:
     assert (started.returncode, err) == (2, "Error: the result cannot be written: No space left on device\n")
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full is a device of Linux")
+@pytest.mark.parametrize(
+    ("arguments", "redirection", "said"),
+    [
+        (f"check {HEALTHY}", ">&-", "Error: the result cannot be written: Bad file descriptor\n"),
+        (f"check {HEALTHY}", ">&- 2>&-", ""),
+        ("check nowhere", "2>&-", ""),
+        ("check nowhere", "2>/dev/full", ""),
+        ("check --nosuch", "2>/dev/full", ""),
+    ],
+)
+def test_where_nothing_can_be_written_the_exit_code_says_so(arguments: str, redirection: str, said: str) -> None:
+    shell = f"{' '.join(KVWATCH)} {arguments} {redirection}"
+    out = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=False)
+    assert (out.returncode, out.stdout, out.stderr) == (2, "", said)
+
+
 def test_a_terminal_that_cannot_show_a_name_does_not_end_the_command(tmp_path: Path) -> None:
     page = tmp_path / "page.prom"
     page.write_text(engine_page(model_name="模型-e"), encoding="utf-8")

@@ -19,6 +19,14 @@ OPTIONS = {
     "quiet": OptionKind(convert=bool, is_flag=True),
 }
 
+BOMB = (
+    "[&a [x, x, x, x, x, x, x, x, x], "
+    + ", ".join(
+        f"&{name} [{', '.join([f'*{before}'] * 9)}]" for before, name in zip("abcdefghi", "bcdefghij", strict=True)
+    )
+    + "]"
+)
+
 
 def file(tmp_path: Path, text: str) -> Path:
     path = tmp_path / "kvwatch.yaml"
@@ -69,9 +77,9 @@ def test_thresholds_are_changed_one_by_one(tmp_path: Path) -> None:
         ("interval: abc\n", "interval: could not convert string to float"),
         ("interval: true\n", "interval: True is not text or a number"),
         ("interval: [1, 2]\n", "interval: [1, 2] is not text or a number"),
-        ("interval:\n", "interval: None is not text or a number"),
+        ("interval:\n", "interval: missing is not text or a number"),
         ("quiet: 1\n", "quiet: 1 is not true or false"),
-        ("target: [http://a, null]\n", "target[1]: None is not text or a number"),
+        ("target: [http://a, null]\n", "target[1]: missing is not text or a number"),
         ("down-for: 1\ndown_for: 2\n", "down_for: it stands there twice"),
         ("- a\n", "the file is a list, not a mapping"),
         ("a: [\n", "not readable as YAML"),
@@ -110,7 +118,10 @@ def test_an_address_to_listen_on(text: str, address: tuple[str, int]) -> None:
     assert listen_address(text) == address
 
 
-@pytest.mark.parametrize("text", ["9109", "127.0.0.1", "127.0.0.1:http", "127.0.0.1:65536", "::1:9109", ""])
+@pytest.mark.parametrize(
+    "text",
+    ["9109", "127.0.0.1", "a:http", "a:65536", "a:\N{SUPERSCRIPT TWO}", f"a:{'1' * 5000}", "::1:9109", ""],
+)
 def test_no_address_to_listen_on(text: str) -> None:
     with pytest.raises(SettingError, match="is not HOST:PORT"):
         listen_address(text)
@@ -187,3 +198,33 @@ def test_a_wrong_value_in_the_file_is_refused_with_the_reason_of_the_option(tmp_
 def test_without_a_target_the_agent_does_not_start() -> None:
     with pytest.raises(SettingError, match="give --target"):
         invoke()
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("interval: .nan", "interval: nan is not between 0 and 8760h"),
+        ("window: .inf", "window: inf is not between 0 and 8760h"),
+        ("for: -5", "for: -5 is not between 0 and 8760h"),
+        ("down-for: 999999999999h", "down-for: '999999999999h' is not between 0 and 8760h"),
+        ("max-num-seqs: 1.5", "max-num-seqs: --max-num-seqs is '1.5', but takes a whole number"),
+        ("watermark: .nan", "watermark: --watermark is 'nan', but takes a share between 0 and 1"),
+        (f"thresholds: {BOMB}", "thresholds: [['x', 'x', 'x', 'x', 'x', 'x', ...], [[...]"),
+    ],
+)
+def test_a_number_of_a_file_is_checked_as_one_of_the_command_line(tmp_path: Path, text: str, says: str) -> None:
+    path = file(tmp_path, f"target: http://a:1\n{text}\n")
+    with pytest.raises(SettingError) as refused:
+        invoke("--config", str(path))
+    assert says in str(refused.value)
+
+
+def test_numbers_of_a_file_are_settings(made: list[tuple[Config, Given]], tmp_path: Path) -> None:
+    text = "max-num-seqs: 64\nwatermark: 0.05\nkv-cache-memory-bytes: 34359738368\ninterval: 2\n"
+    outcome = invoke("--config", str(file(tmp_path, f"target: http://a:1\n{text}")))
+    assert outcome.exit_code == 0, outcome.output
+    config, flags = made[0]
+    assert flags.engine is not None
+    assert (flags.engine.max_num_seqs, flags.engine.watermark) == (64, 0.05)
+    assert flags.engine.kv_cache_memory_bytes == 32 * 2**30
+    assert config.interval_seconds == 2.0

@@ -10,7 +10,9 @@ from pages import capture, engine_page, read, window_of
 from kvwatch import checks
 from kvwatch.capacity import EngineFacts
 from kvwatch.finding import Status, worst
-from kvwatch.report import report
+from kvwatch.report import MAX_SIMULATED_ENGINES, report
+from kvwatch.snapshot import Snapshot
+from kvwatch.vllm_metrics import PREEMPTIONS
 from kvwatch.window import Window, windows
 
 
@@ -87,3 +89,23 @@ def test_the_work_of_a_report_grows_with_the_engines_and_not_with_their_square()
         return process_time() - started
 
     assert min(seconds(600) for _ in range(2)) < 9 * min(seconds(150) for _ in range(2))
+
+
+def test_so_many_engines_in_trouble_are_simulated_and_those_that_preempt_most_first() -> None:
+    one, count = capture("thrash"), MAX_SIMULATED_ENGINES + 2
+    made = [
+        Window(tuple(_renamed(snapshot, number, extra=step * number) for step, snapshot in enumerate(one.snapshots)))
+        for number in range(count)
+    ]
+    judged = report(made, simulate=True)
+    done = {int(engine.key.engine) for engine in judged.engines if engine.simulation is not None}
+    assert done == set(range(2, count))
+    left = next(engine for engine in judged.engines if engine.key.engine == "0")
+    assert left.recommendations
+    assert any("give this engine alone as SOURCE" in withheld.reason for withheld in left.withheld)
+
+
+def _renamed(snapshot: Snapshot, number: int, extra: float) -> Snapshot:
+    """The snapshot of engine `number`, with so many more preemptions."""
+    values = {**snapshot.values, PREEMPTIONS.name: snapshot.values[PREEMPTIONS.name] + extra}
+    return replace(snapshot, key=replace(snapshot.key, engine=str(number)), values=values)

@@ -308,3 +308,16 @@ def test_the_work_of_a_page_grows_with_its_engines_and_not_with_their_square() -
         return process_time() - started
 
     assert min(seconds(2000) for _ in range(3)) < 9 * min(seconds(500) for _ in range(3))
+
+
+def test_a_value_whose_sums_would_overflow_is_missing() -> None:
+    page = engine_page(
+        preemptions=1e308, usage=0.5, config={"engine": "0", "num_gpu_blocks": "1e200", "block_size": "16"}
+    )
+    read_back = one(page)
+    assert read_back.get(vm.PREEMPTIONS) is None
+    assert (read_back.get(vm.KV_CACHE_USAGE), read_back.cache_config) == (0.5, CacheConfig(block_size=16))
+
+
+def test_the_name_of_an_engine_is_one_printable_line() -> None:
+    assert str(EngineKey(target="t", model_name="a\x1b[2J\nb", engine="0")) == "a\\u001b[2J b engine 0"

@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
@@ -143,6 +144,8 @@ def test_a_page_is_read_with_what_the_servers_api_tells() -> None:
         "[" * 100_000,
         '{"version":7,"data":7}',
         '{"version":null,"data":[7,{},{"max_model_len":"4096"},{"max_model_len":-1}]}',
+        f'{{"version":null,"data":[{{"max_model_len":{"9" * 400}}}]}}',
+        '{"version":null,"data":[{"max_model_len":true}]}',
     ],
 )
 def test_an_api_that_lies_or_is_not_there_leaves_the_facts_unknown(lie: str) -> None:
@@ -463,3 +466,18 @@ def test_a_folder_without_pages_says_how_to_make_them(tmp_path: Path) -> None:
 def test_page_names_of_ten_digits_are_seconds(tmp_path: Path) -> None:
     folder = capture_of(tmp_path, {"1796006801.prom": PAGE, "1796006803500.prom": PAGE})
     assert [at for at, _ in page_times(folder)] == [1796006801000, 1796006803500]
+
+
+def test_what_a_server_says_moves_no_cursor() -> None:
+    speech = b"\x1b[2J\r\x07no HTTP\r\n"
+    with raw_server(lambda line: line.sendall(speech)) as address, pytest.raises(SourceError) as refused:
+        Scraper(f"{address}/metrics").page()
+    assert str(refused.value).isprintable()
+    assert "\\u001b[2J" in str(refused.value)
+
+
+def test_a_file_that_is_gone_since_the_command_line_was_read(tmp_path: Path) -> None:
+    source = parse(str(tmp_path))
+    gone = replace(source, kind="file", where=str(tmp_path / "gone.prom"))
+    with pytest.raises(SourceError, match=r"gone\.prom: No such file or directory"):
+        gather((gone,), window_seconds=0.0, headers={}, progress=lambda *_: None)

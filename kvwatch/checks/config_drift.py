@@ -26,6 +26,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from kvwatch.checks.check import ENGINE, AlertRule, Check, EngineView, reported, warning
+from kvwatch.errors import printable
 from kvwatch.finding import Status, Verdict
 from kvwatch.recording import CONFIG_LABELS, config_labels, indented, signals
 from kvwatch.snapshot import CacheConfig
@@ -78,7 +79,7 @@ def _odd(own: CacheConfig, other: CacheConfig) -> list[str]:
 
 def _text(config: CacheConfig, name: str) -> str:
     value = getattr(config, name)
-    return "unset" if value is None else str(value)
+    return "unset" if value is None else " ".join(printable(str(value)).split())
 
 
 def _differs(evidence: Mapping[str, str]) -> Verdict:

@@ -11,8 +11,8 @@ from typing import Any
 import click
 
 from kvwatch import __version__
-from kvwatch.cli.output import discard_stdout
-from kvwatch.errors import KvwatchError
+from kvwatch.cli.output import discard, open_what_is_closed
+from kvwatch.errors import KvwatchError, printable
 
 # Command -> what --help says. The module is kvwatch.cli.<command>; it is imported when the command runs.
 COMMANDS: tuple[tuple[str, str], ...] = (
@@ -52,10 +52,10 @@ class LazyGroup(click.Group):
         try:
             return super().invoke(ctx)
         except KvwatchError as error:
-            click.echo(f"Error: {error}", err=True)
+            click.echo(f"Error: {printable(str(error))}", err=True)
             ctx.exit(2)
         except BrokenPipeError:  # whoever read the result has seen enough of it; click would exit with 1, a finding
-            discard_stdout()
+            discard(sys.stdout)
             ctx.exit(0)
 
 
@@ -82,6 +82,16 @@ def _name_variables(command: click.Command, name: str) -> None:
 
 def main() -> None:
     """The entry point."""
+    open_what_is_closed()
+    try:
+        code = _run()
+    except OSError:  # nothing can be said on stderr; the exit code says it
+        discard(sys.stderr)
+        code = 2
+    sys.exit(code)
+
+
+def _run() -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a model name the terminal cannot show must not end the command
@@ -98,5 +108,5 @@ def main() -> None:
     except OSError as error:
         click.echo(f"Error: the result cannot be written: {error.strerror or error}", err=True)
         code = 2
-        discard_stdout()
-    sys.exit(code)
+        discard(sys.stdout)
+    return code

@@ -8,6 +8,7 @@ import click
 from kvwatch.cli.engine_flags import engine_facts, engine_flags, given
 from kvwatch.cli.options import Progress, headers_from, output_option, source_options, terminal_width, wants_colour
 from kvwatch.cli.output import write_result
+from kvwatch.errors import printable
 from kvwatch.finding import Status
 from kvwatch.render import data
 from kvwatch.report import Report, report
@@ -64,7 +65,7 @@ def judge(
     if not rendered:
         click.echo("No flag is proposed for the next rollout; --output text says why.", err=True)
     for failure in found.failures:
-        click.echo(f"Error: {failure}", err=True)
+        click.echo(f"Error: {printable(failure)}", err=True)
     if found.failures:
         ctx.exit(2)
     if judged.worst.rank >= FAIL_ON[fail_on].rank:

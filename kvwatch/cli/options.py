@@ -9,9 +9,10 @@ from typing import Any
 
 import click
 
-from kvwatch.errors import SettingError
+from kvwatch.errors import SettingError, shown
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h)?")
+_LONGEST_SECONDS = 365 * 86400.0
 _UNIT_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, None: 1.0}
 
 
@@ -22,12 +23,16 @@ class Duration(click.ParamType):  # type: ignore[type-arg]  # generic in click's
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         if isinstance(value, (int, float)):
-            return float(value)
-        text = str(value).strip()
-        parts = _DURATION.findall(text)
-        if not parts or "".join(number + unit for number, unit in parts) != text:
-            self.fail(f"{value!r} is not a duration; write 500ms, 10s, 5m or 1h", param, ctx)
-        return sum(float(number) * _UNIT_SECONDS[unit or None] for number, unit in parts)
+            seconds: float = value  # of a settings file, which may hold -5, .inf and .nan
+        else:
+            text = str(value).strip()
+            parts = _DURATION.findall(text)
+            if not parts or "".join(number + unit for number, unit in parts) != text:
+                self.fail(f"{shown(value)} is not a duration; write 500ms, 10s, 5m or 1h", param, ctx)
+            seconds = sum(float(number) * _UNIT_SECONDS[unit or None] for number, unit in parts)
+        if not 0 <= seconds <= _LONGEST_SECONDS:
+            self.fail(f"{shown(value)} is not between 0 and 8760h, which is a year", param, ctx)
+        return float(seconds)
 
 
 DURATION = Duration()

@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 
 from kvwatch.cli.options import DURATION, HEADER, Progress, headers_from
-from kvwatch.errors import KvwatchError, SettingError, SourceError
+from kvwatch.errors import KvwatchError, SettingError, SourceError, printable
 from kvwatch.exposition import decode, read_samples
 from kvwatch.snapshot import snapshots
 from kvwatch.sources import parse
@@ -51,7 +51,7 @@ def command(
     click.echo(f"{saved} pages in {folder}")
     click.echo(f"kvwatch check {folder}", err=True)
     if failed:
-        click.echo(f"Error: some pages are missing; the last reason: {failed}", err=True)
+        click.echo(f"Error: some pages are missing; the last reason: {printable(failed)}", err=True)
         ctx.exit(2)
 
 

@@ -74,10 +74,10 @@ class _FlagType(click.ParamType):  # type: ignore[type-arg]  # generic in click'
         self.name = flag.kind
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if not isinstance(value, str):
-            return value
+        if not isinstance(value, (str, int, float)) or isinstance(value, bool):
+            return value  # read before
         try:
-            return value_of(self.flag, value)
+            return value_of(self.flag, str(value))  # a settings file gives numbers as such
         except SettingError as error:
             self.fail(str(error), param, ctx)
 

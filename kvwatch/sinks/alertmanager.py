@@ -11,17 +11,19 @@ import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeAlias
+from urllib.parse import urlsplit
 
 import urllib3
 
-from kvwatch.errors import SettingError, SinkError
+from kvwatch.errors import SettingError, SinkError, printable
 from kvwatch.finding import Finding, Status
 from kvwatch.render.alertmanager import Alert, annotations, labels, payload
 from kvwatch.report import EngineReport, Report
 from kvwatch.snapshot import EngineKey
+from kvwatch.sources.scrape import Line, pools_with
 from kvwatch.thresholds import Thresholds
 
-CONNECT_SECONDS, READ_SECONDS = 3.0, 5.0
+CONNECT_SECONDS, READ_SECONDS, TOTAL_SECONDS = 3.0, 5.0, 10.0
 # As Prometheus does (rules/alerting.go, resolvedRetention): an Alertmanager back after this has forgotten the alert.
 RESOLVED_KEPT_SECONDS = 900.0
 _ANSWER_BYTES = 4096
@@ -162,11 +164,12 @@ class Alertmanager:
     """One Alertmanager, told from a thread of its own. `submit` never waits; the next round is the retry."""
 
     def __init__(self, base_url: str) -> None:
-        if not base_url.startswith(("http://", "https://")):
-            raise SettingError(f"--alertmanager {base_url!r} is not an address such as http://alertmanager:9093")
+        _check(base_url)
         self.base_url = base_url.rstrip("/")
         timeout = urllib3.Timeout(connect=CONNECT_SECONDS, read=READ_SECONDS)
         self._http = urllib3.PoolManager(num_pools=1, maxsize=1, timeout=timeout, retries=False)
+        self._line = Line()
+        self._http.pool_classes_by_scheme = pools_with(self._line)
         self._wakes = threading.Condition()
         self._batch: Batch | None = None
         self._unsent_ends: dict[_Identity, Alert] = {}
@@ -226,19 +229,34 @@ class Alertmanager:
         address = f"{self.base_url}/api/v2/alerts"
         headers = {"Content-Type": "application/json", "User-Agent": "kvwatch"}
         body = json.dumps(payload(alerts)).encode()
-        try:
-            response = self._http.request(
-                "POST", address, body=body, headers=headers, redirect=False, preload_content=False
-            )
-            said = response.read(_ANSWER_BYTES, decode_content=False)
-        except (urllib3.exceptions.HTTPError, UnicodeError, ValueError) as error:
-            raise SinkError(f"{address}: alerts cannot be sent ({_reason(error)})") from error
+        with self._line.cut_after(TOTAL_SECONDS):
+            try:
+                response = self._http.request(
+                    "POST", address, body=body, headers=headers, redirect=False, preload_content=False
+                )
+                said = response.read(_ANSWER_BYTES, decode_content=False)
+            except (urllib3.exceptions.HTTPError, OSError, UnicodeError, ValueError) as error:
+                slow = f"no answer within {TOTAL_SECONDS:g} s" if self._line.was_cut else _reason(error)
+                raise SinkError(f"{address}: alerts cannot be sent ({slow})") from error
         if response.length_remaining:
             response.close()  # the rest is not wanted, so the connection cannot serve another request
         response.release_conn()
         if response.status != 200:
-            text = " ".join(said.decode("utf-8", "replace").split())[:300]
+            text = " ".join(printable(said.decode("utf-8", "replace")).split())[:300]
             raise SinkError(f"{address}: alerts are refused with HTTP status {response.status}: {text}")
+
+
+def _check(base_url: str) -> None:
+    """Raise SettingError for what cannot be the address of an Alertmanager, without the password if it holds one."""
+    try:
+        parts = urlsplit(base_url)
+        host, _ = parts.hostname, parts.port
+    except ValueError as error:
+        raise SettingError(f"--alertmanager {base_url!r}: {error}; give http://alertmanager:9093") from error
+    if "@" in parts.netloc:
+        raise SettingError(f"--alertmanager …@{host}: the address holds a login, which is not sent; leave it out")
+    if parts.scheme not in {"http", "https"} or not host:
+        raise SettingError(f"--alertmanager {base_url!r} is not an address such as http://alertmanager:9093")
 
 
 def _identity(names: Mapping[str, str]) -> _Identity:
@@ -248,4 +266,4 @@ def _identity(names: Mapping[str, str]) -> _Identity:
 def _reason(error: Exception) -> str:
     if isinstance(error, urllib3.exceptions.NewConnectionError):
         return "no connection; is it running and is this its port?"
-    return f"{type(error).__name__}: {str(error)[:200]}"
+    return " ".join(printable(f"{type(error).__name__}: {str(error)[:200]}").split())

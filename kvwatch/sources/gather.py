@@ -83,7 +83,7 @@ def _read_once(source: Source, history_seconds: float, headers: Mapping[str, str
         return list(read_capture(Path(source.where), target=source.given, notes=found.notes))
     if source.kind == "file":
         path = Path(source.where)
-        return list(read_page(path, at_seconds=path.stat().st_mtime, target=source.given))
+        return list(read_page(path, at_seconds=_written_seconds(path), target=source.given))
     if source.kind == "prometheus":
         from kvwatch.sources.prometheus import read_history  # noqa: PLC0415 -- needs the extra `fleet`
 
@@ -96,6 +96,13 @@ def _read_once(source: Source, history_seconds: float, headers: Mapping[str, str
         )
     body = sys.stdin.buffer.read(MAX_PAGE_BYTES + 1)
     return list(snapshots(read_samples(decode(body)), at_seconds=time.time(), target="stdin"))
+
+
+def _written_seconds(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError as error:  # since the command line was read, it may have been moved away
+        raise SourceError(f"{path}: {error.strerror}") from error
 
 
 def _sample(

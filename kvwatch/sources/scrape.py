@@ -13,7 +13,7 @@ import urllib3
 from urllib3.connection import HTTPConnection, HTTPSConnection
 
 from kvwatch.capacity import EngineFacts
-from kvwatch.errors import ExpositionError, SourceError
+from kvwatch.errors import ExpositionError, SourceError, printable
 from kvwatch.exposition import MAX_PAGE_BYTES
 from kvwatch.sources import base_address
 
@@ -21,6 +21,7 @@ CONNECT_SECONDS, READ_SECONDS, TOTAL_SECONDS = 3.0, 5.0, 10.0
 """Until a connection stands, until more bytes come, until the whole answer is there."""
 _CHUNK_BYTES = 65536
 _MAX_API_BYTES = 1024 * 1024
+_TOO_LONG_TOKENS = 10**9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,8 +45,8 @@ class Scraper:
         }
         timeout = urllib3.Timeout(connect=CONNECT_SECONDS, read=READ_SECONDS)
         self._pool = urllib3.PoolManager(num_pools=1, maxsize=1, timeout=timeout, retries=False)
-        self._line = _Line()
-        self._pool.pool_classes_by_scheme = _pools_with(self._line)
+        self._line = Line()
+        self._pool.pool_classes_by_scheme = pools_with(self._line)
 
     def page(self) -> Page:
         """Fetch the metrics page. Raises SourceError (cannot be reached or answered) or ExpositionError (too large)."""
@@ -60,11 +61,11 @@ class Scraper:
         lengths = [
             entry["max_model_len"]
             for entry in (models if isinstance(models, list) else [])
-            if isinstance(entry, dict) and isinstance(entry.get("max_model_len"), int)
+            if isinstance(entry, dict) and type(entry.get("max_model_len")) is int
         ]
         return EngineFacts(
             vllm_version=version if isinstance(version, str) else None,
-            max_model_len=lengths[0] if lengths and lengths[0] > 0 else None,
+            max_model_len=lengths[0] if lengths and 0 < lengths[0] < _TOO_LONG_TOKENS else None,
             sources=(("vllm_version", "observed"), ("max_model_len", "observed")),
         )
 
@@ -106,7 +107,7 @@ class Scraper:
         return self._pool.request("GET", address, headers=self._headers, preload_content=False, redirect=False)
 
 
-class _Line:
+class Line:
     """The connection in use. A timeout of a socket starts anew with every byte; this one bounds the whole answer."""
 
     def __init__(self) -> None:
@@ -132,7 +133,7 @@ class _Line:
                 line.shutdown(socket.SHUT_RDWR)
 
 
-def _pools_with(line: _Line) -> dict[str, type[urllib3.HTTPConnectionPool]]:
+def pools_with(line: Line) -> dict[str, type[urllib3.HTTPConnectionPool]]:
     """urllib3's pools, of connections that tell the line their socket."""
 
     class Plain(HTTPConnection):
@@ -218,10 +219,11 @@ def _reason(error: Exception) -> str:
     for kind, text in _REASONS:
         if isinstance(error, kind):
             return text.format(cause=_cause(error))
-    return f"{type(error).__name__}: {str(error)[:200]}"
+    return " ".join(printable(f"{type(error).__name__}: {str(error)[:200]}").split())
 
 
 def _cause(error: Exception) -> str:
     """The innermost message: "IncompleteRead(100 bytes read, 900 more expected)", "Connection reset by peer"."""
     inner = next((argument for argument in error.args if isinstance(argument, Exception)), error)
-    return (getattr(inner, "strerror", None) or str(inner) or type(inner).__name__)[:160]
+    text = str(getattr(inner, "strerror", None) or inner) or type(inner).__name__
+    return " ".join(printable(text[:160]).split())
