@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pages import CAPTURES, EXPOSITION, engine_page, read, window_of
 
+from kvwatch.errors import printable
 from kvwatch.finding import Finding, Status
 from kvwatch.render.text import report_text
 from kvwatch.report import Report, report
@@ -188,7 +189,8 @@ def test_any_report_is_rendered_within_the_width(
     text = report_text(
         replace(judged, engines=(changed,), notes=tuple(notes)), width=width, recommendations_first=first
     )
-    longest_word = max(len(word) for part in (model, target, *notes, *(s for _, s in findings), "x") for word in [part])
+    # what a terminal would obey is shown as its number, which is longer
+    longest_word = max(len(printable(part)) for part in (model, target, *notes, *(s for _, s in findings), "x"))
     assert all(len(line) <= max(width, longest_word + 12) for line in text.split("\n"))
     assert all(character.isprintable() or character == "\n" for character in text)
 
