@@ -63,7 +63,7 @@ class _Bucket:
 
     @property
     def density(self) -> float:
-        return self.share / self.width
+        return self.share / max(self.width, 1e-9)  # a bucket of next to no requests is cut to no width
 
 
 def length_curve(histogram: Histogram, *, longest: int | None = None, mean: float | None = None) -> LengthCurve:

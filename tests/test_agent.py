@@ -19,6 +19,7 @@ from parts import alertmanager, answers, eventually, free_port, get, get_json, s
 
 from kvwatch import agent as agent_module
 from kvwatch.agent import Agent, next_round
+from kvwatch.cli.agent import signals
 from kvwatch.config import Config
 from kvwatch.errors import SettingError, SourceError
 from kvwatch.exposition import MAX_PAGE_BYTES
@@ -570,3 +571,15 @@ def test_alerts_of_an_agent_that_was_killed_end_by_themselves(fake: FakeServer, 
         (alert,) = get_json(f"{address}/api/v2/alerts")
         assert alert["labels"]["alertname"] == "VLLMMetricsMissing"
         eventually(lambda: hook.alerts("resolved"), within_seconds=60)
+
+
+def test_signals_arrive_while_the_main_thread_waits_and_while_it_does_not() -> None:
+    kept = signal.getsignal(signal.SIGUSR1)
+    try:
+        arrived = signals(signal.SIGUSR1)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert arrived.get(timeout=20) == signal.SIGUSR1
+        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+        assert arrived.get(timeout=20) == signal.SIGUSR1
+    finally:
+        signal.signal(signal.SIGUSR1, kept)

@@ -214,3 +214,9 @@ def test_a_budget_gives_the_block_tables_of_a_model(name: str) -> None:
         in_flight = 2 * -(-budget.engine.in_flight_tokens // budget.block_size_tokens)
         assert held <= planned + 1
         assert held >= planned - len(budget.groups) * (1 + in_flight)
+
+
+def test_a_bucket_of_next_to_no_requests_has_a_density() -> None:
+    counts = (1e-300, 5.0, 10.0, 10.0 + 1e-300)
+    curve = length_curve(Histogram(bounds=(10.0, 20.0, 50.0, math.inf), counts=counts, sum=250.0, count=10.0))
+    assert curve.moment(1) == pytest.approx(25.0, rel=0.02)

@@ -1,6 +1,7 @@
 """`kvwatch agent`: the sidecar."""
 
 import logging
+import queue
 import signal
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -131,12 +132,23 @@ def command(ctx: click.Context, /, **options: Any) -> None:
     _run(config, given(ctx, options))
 
 
+def signals(*numbers: signal.Signals) -> "queue.SimpleQueue[int]":
+    """Where these signals arrive from now on. Call it in the main thread.
+
+    A handler runs between any two steps of the main thread, so it may take no lock that the main thread can hold:
+    Event.set has one, which Event.wait holds for a moment, and then neither goes on. SimpleQueue.put has none.
+    """
+    arrived: queue.SimpleQueue[int] = queue.SimpleQueue()
+    for number in numbers:
+        signal.signal(number, lambda got, _frame: arrived.put(got))
+    return arrived
+
+
 def _run(config: Config, flags: Given) -> None:
     """Serve and watch until SIGTERM or Ctrl-C; then return within about a second."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
     stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+    asked_to_stop = signals(signal.SIGTERM, signal.SIGINT)
 
     # The one place where the vLLM flags of the command line meet what the engines tell.
     def facts_of(made: Iterable[Window], told: Mapping[str, EngineFacts]) -> Mapping[str, EngineFacts]:
@@ -149,7 +161,7 @@ def _run(config: Config, flags: Given) -> None:
     click.echo(f"watching {', '.join(config.targets)}; the report is at {server.url}", err=True)
     rounds = threading.Thread(target=agent.run, args=(stop,), name="rounds", daemon=True)
     rounds.start()
-    while not stop.wait(3600):
-        pass
+    asked_to_stop.get()
+    stop.set()
     server.stop()
     rounds.join(STOP_SECONDS)
