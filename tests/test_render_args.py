@@ -30,4 +30,4 @@ def test_of_several_engines_each_line_says_whose_it_is() -> None:
 def test_a_name_cannot_end_the_comment_behind_the_flags() -> None:
     key = replace(THRASHING.key, model_name="m\nrm -rf ~\r\x1b[2J\u2028")
     text = report_args(report_of(replace(THRASHING, key=key), HEALTHY))
-    assert text == "--watermark 0.08  # m?rm -rf ~??[2J? engine 0 on http://10.0.0.7:8000"
+    assert text == r"--watermark 0.08  # m rm -rf ~\u000d\u001b[2J\u2028 engine 0 on http://10.0.0.7:8000"
