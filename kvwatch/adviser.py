@@ -21,7 +21,7 @@ _LOG = logging.getLogger(__name__)
 
 # A window in which half the pages are from before the trouble shows a load that nobody offers.
 SETTLED_SHARE = 0.5
-AGAIN_AFTER_SECONDS = 600.0
+AGAIN_AFTER_SECONDS = 1800.0
 _TROUBLE = frozenset({"preemptions_sustained", "kv_cache_saturated", "sequence_cap_reached"})
 
 
