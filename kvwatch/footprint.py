@@ -80,8 +80,8 @@ def footprint(window: Window, *, blocks_for: BlocksFor, usable_blocks: int, max_
     from the window where enough requests finished in it, else from the engine's life. The mean is raised to what the
     running requests are seen to hold, if that is more. Raises NoData naming what is missing.
     """
-    prompt, source = _observed(window, REQUEST_PROMPT_TOKENS)
-    output, _ = _observed(window, REQUEST_GENERATION_TOKENS, source)
+    prompt, source = observed_lengths(window, REQUEST_PROMPT_TOKENS)
+    output, _ = observed_lengths(window, REQUEST_GENERATION_TOKENS, source)
     prompts, outputs = length_curve(prompt, longest=max_model_len), length_curve(output, longest=max_model_len)
     mean, deviation, peak = _blocks(prompts, outputs, blocks_for, max_model_len)
     seen = _seen_blocks_per_running(window, usable_blocks)
@@ -132,7 +132,8 @@ def _shortened(curve: LengthCurve, share: float) -> LengthCurve:
     )
 
 
-def _observed(window: Window, metric: Metric, source: str | None = None) -> tuple[Histogram, str]:
+def observed_lengths(window: Window, metric: Metric, source: str | None = None) -> tuple[Histogram, str]:
+    """The window's observations if there are enough, else the engine's life; `source` asks for one of the two."""
     if source != "lifetime":
         try:
             histogram = window.observed(metric)

@@ -25,6 +25,7 @@ from statistics import NormalDist, quantiles
 
 from kvwatch.checks.check import EngineView
 from kvwatch.errors import NoData
+from kvwatch.footprint import MINIMUM_OBSERVATIONS, observed_lengths
 from kvwatch.lengths import LengthCurve, length_curve
 from kvwatch.settings_now import Assumption, Origin, settings_now
 from kvwatch.simulation import Request, SchedulerSettings
@@ -41,11 +42,9 @@ from kvwatch.vllm_metrics import (
     REQUESTS_RUNNING,
     REQUESTS_WAITING,
     TIME_TO_FIRST_TOKEN,
-    Metric,
 )
 from kvwatch.window import Window
 
-MINIMUM_OBSERVATIONS = 10
 LEAST_REQUESTS, MOST_REQUESTS = 200, 1200
 _ROUNDS = 8  # requests per client in a simulated closed loop
 _STEADY_REQUESTS, _STEADY_SHARE = 2.0, 0.10  # in-flight counts that differ by no more are one number of clients
@@ -128,8 +127,8 @@ def offered_load(view: EngineView) -> OfferedLoad:
     """What the engine's window shows -> OfferedLoad. Raises NoData naming what is missing."""
     now = settings_now(view)
     window, settings = view.window, now.settings
-    prompt, source = _lengths_of(window, REQUEST_PROMPT_TOKENS, None)
-    output, _ = _lengths_of(window, REQUEST_GENERATION_TOKENS, source)
+    prompt, source = observed_lengths(window, REQUEST_PROMPT_TOKENS, None)
+    output, _ = observed_lengths(window, REQUEST_GENERATION_TOKENS, source)
     longest = view.capacity.max_model_len
     prompts = length_curve(prompt, longest=longest, mean=_started_prompt_mean(window, prompt, source))
     outputs = _with_unfinished(length_curve(output, longest=longest), window, source)
@@ -170,20 +169,6 @@ def offered_load(view: EngineView) -> OfferedLoad:
 
 
 # ---- lengths -------------------------------------------------------------------------------------------------------
-
-
-def _lengths_of(window: Window, metric: Metric, source: str | None) -> tuple[Histogram, str]:
-    """The window's observations if there are enough, else the engine's life; both lengths from the same."""
-    if source != "lifetime":
-        try:
-            histogram = window.observed(metric)
-        except NoData:
-            if source == "window":
-                raise
-        else:
-            if histogram.count >= MINIMUM_OBSERVATIONS or source == "window":
-                return histogram, "window"
-    return window.lifetime(metric), "lifetime"
 
 
 def _started_prompt_mean(window: Window, finished: Histogram, source: str) -> float | None:

@@ -13,7 +13,7 @@ import click
 from kvwatch.agent import Agent
 from kvwatch.capacity import EngineFacts
 from kvwatch.cli.engine_flags import Given, engine_facts, engine_flags, given
-from kvwatch.cli.options import DURATION, headers_from
+from kvwatch.cli.options import DURATION, HEADER, headers_from
 from kvwatch.cli.vllm_flags import EngineCommand
 from kvwatch.config import Config, OptionKind, listen_address, read_config
 from kvwatch.server import Board, Server
@@ -23,13 +23,6 @@ from kvwatch.window import Window
 DEFAULT_LISTEN = "127.0.0.1:9109"
 STOP_SECONDS = 1.0
 _LIMITS = "kvwatch.limits"
-
-
-class HeaderText(click.types.StringParamType):
-    """`Name: value`. In the environment, one header a line: a value may hold spaces."""
-
-    name = "header"
-    envvar_list_splitter = "\n"
 
 
 def _use_file(ctx: click.Context, _param: click.Parameter, path: Path | None) -> None:
@@ -81,7 +74,7 @@ def _converter(ctx: click.Context, param: click.Option) -> Callable[[Any], Any]:
 @click.option("--interval", type=DURATION, default="5s", show_default=True, help="Time between two scrapes.")
 @click.option("--window", type=DURATION, default="60s", show_default=True, help="Span that rates are taken over.")
 @click.option(
-    "--header", multiple=True, type=HeaderText(), metavar="'NAME: VALUE'", help="Send this header with every scrape."
+    "--header", multiple=True, type=HEADER, metavar="'NAME: VALUE'", help="Send this header with every scrape."
 )
 @click.option(
     "--alertmanager", multiple=True, metavar="URL", help="Send alerts to this Alertmanager. May be given again."
