@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from kvwatch.errors import SettingError, shown
+from kvwatch.files import bounded_text
 from kvwatch.thresholds import DEFAULTS, Thresholds
 
 MAX_FILE_BYTES = 1024 * 1024
@@ -103,7 +104,10 @@ class OptionKind:
 
 
 def read_config(path: Path, options: Mapping[str, OptionKind]) -> FileSettings:
-    """kvwatch.yaml -> FileSettings. Raises SettingError naming the key's path for anything that cannot be used."""
+    """kvwatch.yaml -> FileSettings.
+
+    Raises SettingError naming the key's path for what cannot be used, SourceError for a file without an end.
+    """
     document = _load(path)
     values: dict[str, Any] = {}
     limits = DEFAULTS
@@ -124,11 +128,7 @@ def _load(path: Path) -> dict[Any, Any]:
     import yaml  # noqa: PLC0415 -- an agent without a file does not need it
 
     try:
-        with path.open("rb") as file:
-            body = file.read(MAX_FILE_BYTES + 1)
-        if len(body) > MAX_FILE_BYTES:
-            raise SettingError(f"{path}: more than {MAX_FILE_BYTES:,} bytes are no settings file")
-        document = yaml.safe_load(body)
+        document = yaml.safe_load(bounded_text(path, limit_bytes=MAX_FILE_BYTES))
     except OSError as error:
         raise SettingError(f"{path}: {error.strerror}; --config wants a YAML file") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:

@@ -204,7 +204,7 @@ def test_what_cannot_be_used_is_one_line_on_stderr_and_exit_code_2(arguments: tu
         (b"{" * 100_000, "is not JSON"),
         (b'{"architectures": ["LlamaForCausalLM"]}', "lacks num_hidden_layers"),
         (b'{"architectures": ["LlamaForCausalLM"], "num_hidden_layers": NaN}', "num_hidden_layers is nan"),
-        (b" " * (9 << 20), "at most 8,388,608"),
+        (b" " * (9 << 20), "more than 8,388,608 bytes"),
     ],
 )
 def test_a_broken_config_file_is_one_clear_error(content: bytes, words: str, tmp_path: Path) -> None:

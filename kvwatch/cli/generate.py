@@ -8,13 +8,15 @@ from typing import Any
 
 import click
 
-from kvwatch.errors import SettingError
+from kvwatch.errors import SettingError, SourceError
+from kvwatch.files import bounded_text
 from kvwatch.thresholds import DEFAULTS, Thresholds
 
 RULES_FILE = "alerts/kvwatch.rules.yaml"
 DASHBOARDS_FOLDER = "dashboards"
 DOCS_FOLDER = "docs"
 HELP_WIDTH = 100
+MAX_FILE_BYTES = 16 * 1024 * 1024  # the largest that this command writes has 130 KB
 
 _check = click.option("--check", is_flag=True, help="Write nothing; name the files that are stale and exit 1.")
 _changes = click.option(
@@ -166,8 +168,8 @@ def _settle(ctx: click.Context, files: Mapping[Path, str], *, gone: Sequence[Pat
 def _read(path: Path) -> str:
     """The file's text; empty where there is none."""
     try:
-        return path.read_text(encoding="utf-8")
+        return bounded_text(path, limit_bytes=MAX_FILE_BYTES)
     except FileNotFoundError:
         return ""
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError, SourceError) as error:
         raise SettingError(f"{path}: cannot be read ({error}); give another --output") from error

@@ -9,10 +9,10 @@ from typing import Any
 import click
 
 from kvwatch.errors import SourceError
+from kvwatch.files import bounded_text
 from kvwatch.lint import Expression, Fault, judge
 from kvwatch.lint_files import expressions, recorded
 from kvwatch.promql import MadeOfVariables, NotPromQL, metric_name, parse, selectors
-from kvwatch.sources import bounded_text
 from kvwatch.versions import Version, parse_version, version_text
 from kvwatch.vllm_names import Catalogue, Reader, catalogue
 

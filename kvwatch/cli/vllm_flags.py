@@ -14,7 +14,7 @@ import click
 from click.core import ParameterSource
 
 from kvwatch.errors import SettingError, SourceError
-from kvwatch.sources import bounded_text
+from kvwatch.files import bounded_text
 from kvwatch.versions import parse_version
 from kvwatch.vllm_args import FLAGS, CommandLine, Flag, parse_command_line, value_of
 
@@ -194,9 +194,14 @@ MAX_ARGS_BYTES = 1024 * 1024
 
 def _read(file: str) -> str:
     try:
-        return sys.stdin.read(MAX_ARGS_BYTES) if file == "-" else bounded_text(Path(file), limit_bytes=MAX_ARGS_BYTES)
+        if file != "-":
+            return bounded_text(Path(file), limit_bytes=MAX_ARGS_BYTES)
+        text = sys.stdin.read(MAX_ARGS_BYTES + 1)
     except (OSError, UnicodeDecodeError) as error:
         raise SourceError(f"--vllm-args-file {file} cannot be read: {error}") from error
+    if len(text) > MAX_ARGS_BYTES:
+        raise SourceError(f"standard input: more than {MAX_ARGS_BYTES:,} bytes are no command line of vLLM")
+    return text
 
 
 def device_from(gpu: str | None, memory_gib: float | None) -> "Device | None":

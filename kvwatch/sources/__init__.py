@@ -28,19 +28,6 @@ class Source:
         return self.kind == "url"
 
 
-def bounded_text(path: Path, *, limit_bytes: int) -> str:
-    """A UTF-8 file, with or without a byte order mark. Raises SourceError where it has more bytes: /dev/zero, a disk
-    image. OSError and UnicodeDecodeError are the caller's, who knows what the file was to be.
-    """
-    with path.open("rb") as file:
-        body = file.read(limit_bytes + 1)
-    if len(body) > limit_bytes:
-        raise SourceError(
-            f"{path}: more than {limit_bytes:,} bytes, which such a file does not have; is it the right one?"
-        )
-    return body.decode("utf-8-sig")
-
-
 def parse(given: str) -> Source:
     """A SOURCE argument -> Source. Raises SourceError with what would be accepted."""
     if given == "-":

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from kvwatch.errors import ExpositionError, SourceError
 from kvwatch.exposition import MAX_PAGE_BYTES, decode, read_samples
+from kvwatch.files import read_up_to
 from kvwatch.snapshot import Snapshot, snapshots
 
 SUFFIX = ".prom"
@@ -42,8 +43,7 @@ def read_capture(folder: Path, *, target: str, notes: list[str]) -> Iterator[Sna
 def read_page(path: Path, *, at_seconds: float, target: str) -> tuple[Snapshot, ...]:
     """One exposition file -> snapshots. Raises ExpositionError or SourceError."""
     try:
-        with path.open("rb") as file:
-            body = file.read(MAX_PAGE_BYTES + 1)
+        body = read_up_to(path, MAX_PAGE_BYTES + 1)
     except OSError as error:
         raise SourceError(f"{path}: {error.strerror}") from error
     return snapshots(read_samples(decode(body)), at_seconds=at_seconds, target=target)

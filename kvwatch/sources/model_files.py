@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvwatch.errors import ModelError, SourceError
+from kvwatch.files import bounded_text
 from kvwatch.model_names import match
 
 # A config.json has kilobytes; an index lists every tensor and has a few megabytes.
@@ -33,7 +34,7 @@ def load_model(text: str) -> ModelFiles:
     """The model that `text` means. Raises SourceError for a file that cannot be read, ModelError for what is in it."""
     try:
         path = Path(text).expanduser()
-        is_folder, is_file = path.is_dir(), path.is_file()
+        is_folder, is_there = path.is_dir(), path.exists()
     except (OSError, RuntimeError) as error:  # a name too long for a file; ~user of no user
         reason = getattr(error, "strerror", None) or error
         raise SourceError(
@@ -41,7 +42,7 @@ def load_model(text: str) -> ModelFiles:
         ) from error
     if is_folder:
         return _folder(path)
-    if is_file:
+    if is_there:  # a pipe as well: --model <(jq .text_config config.json)
         return ModelFiles(name=_name(path), config=_object(path), weights_bytes=None, origin=str(path))
     if path.suffix == ".json" or text.startswith((".", "/", "~")):
         raise SourceError(f"--model {text}: no such file or folder. Give a config.json, its folder, or a model's name.")
@@ -63,15 +64,15 @@ def _downloaded(name: str) -> ModelFiles | None:
 
 def _folder(folder: Path) -> ModelFiles:
     config_path = folder / "config.json"
-    if not config_path.is_file():
+    if not config_path.exists():
         raise SourceError(f"--model {folder}: the folder has no config.json, which describes the model's layers")
     config = _object(config_path)
     quantisation = folder / "hf_quant_config.json"
-    if quantisation.is_file() and config.get("quantization_config") is None:
+    if quantisation.exists() and config.get("quantization_config") is None:
         config["quantization_config"] = {"quant_method": "modelopt", **_object(quantisation)}
     index = folder / "model.safetensors.index.json"
     weights = None
-    if index.is_file():
+    if index.exists():
         from kvwatch.weights import index_bytes  # noqa: PLC0415 -- only where an index is there
 
         weights = index_bytes(_object(index, limit_bytes=_INDEX_LIMIT_BYTES))
@@ -86,10 +87,7 @@ def _name(config_path: Path) -> str:
 
 def _object(path: Path, *, limit_bytes: int = _CONFIG_LIMIT_BYTES) -> dict[str, Any]:
     try:
-        size = path.stat().st_size
-        if size > limit_bytes:
-            raise ModelError(f"{path} has {size:,} bytes; a file of this kind has at most {limit_bytes:,}")
-        text = path.read_text(encoding="utf-8")
+        text = bounded_text(path, limit_bytes=limit_bytes)
     except OSError as error:
         raise SourceError(f"{path} cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError as error:

@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from kvwatch.errors import SettingError, SourceError, shown
+from kvwatch.files import bounded_text
 from kvwatch.long_context_trap import NAME as LONG_CONTEXT_TRAP
 from kvwatch.long_context_trap import long_context_trap
 from kvwatch.simulation import Request, Workload
-from kvwatch.sources import bounded_text
 from kvwatch.workload_spec import REQUEST_SOURCES, request_from, workload_from
 
 BUILT_IN = {LONG_CONTEXT_TRAP: long_context_trap}
