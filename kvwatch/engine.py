@@ -11,7 +11,7 @@ from typing import Literal
 
 from kvwatch.device import Device, batch_defaults
 from kvwatch.errors import SettingError
-from kvwatch.kv_dtypes import ELEMENT_BYTES, check_kv_cache_dtype
+from kvwatch.kv_dtypes import ELEMENT_BYTES, check_kv_cache_dtype, check_latent_dtype
 from kvwatch.model.spec import ModelSpec
 from kvwatch.versions import EARLIEST_KNOWN, LATEST_KNOWN, Rules, Version, rules_of, version_text
 
@@ -253,6 +253,8 @@ def _check_kv_cache(engine: EngineConfig, model: ModelSpec) -> None:
             f"--kv-cache-dtype {engine.kv_cache_dtype} is for latent attention with a sparse indexer (DeepSeek-V3.2, "
             f"GLM with DSA), which {model.name} has not; vLLM would refuse to start. Try fp8."
         )
+    if model.uses_mla:
+        check_latent_dtype(_kv_cache_dtype(engine, model), engine.device)
     size, on_gpu = engine.block_size, engine.device is not None and not engine.device.is_cpu
     has_attention = bool(model.kinds - {"state"})
     if size is not None and size % _BLOCK_STEP and on_gpu and has_attention and engine.vllm_version >= (0, 18):

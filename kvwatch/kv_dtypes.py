@@ -3,11 +3,14 @@
 A head's token is a key of `head_dim` and a value of `value_head_dim` elements, plus whatever scales the format stores
 in the page. Scales of plain fp8 are per layer and lie outside.
 Source: vLLM 0.32.0, vllm/v1/kv_cache_interface.py (AttentionSpec), vllm/v1/attention/backends/{triton_attn,flashinfer,
-turboquant_attn,ultraquant_attn}.py (customize_spec), vllm/model_executor/layers/attention/mla_attention.py.
+turboquant_attn,ultraquant_attn}.py (customize_spec), vllm/model_executor/layers/attention/mla_attention.py. Which
+dtypes a latent can have: supported_kv_cache_dtypes, supports_combination and constructors of the backends in
+vllm/v1/attention/backends/mla.
 """
 
 from functools import lru_cache
 
+from kvwatch.device import Device
 from kvwatch.errors import SettingError
 from kvwatch.versions import Version, version_text
 
@@ -47,6 +50,9 @@ _TURBOQUANT = {
 }
 _MLA_SLOT_BYTES = {"fp8_ds_mla": 656, "nvfp4_ds_mla": 352}
 _ULTRAQUANT_GROUP = 32  # elements per one-byte scale
+# What some backend for latents takes, on one GPU or another.
+_LATENT_DTYPES = frozenset({"auto", *ELEMENT_BYTES, "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc", *_MLA_SLOT_BYTES})
+_FIRST_WITH_FP8 = (8, 9)
 
 
 def check_kv_cache_dtype(dtype: str, *, version: Version) -> None:
@@ -64,6 +70,27 @@ def check_kv_cache_dtype(dtype: str, *, version: Version) -> None:
             f"--kv-cache-dtype {dtype} needs vLLM {version_text(since)} or newer, but --vllm-version is "
             f"{version_text(version)}; that vLLM would refuse to start."
         )
+
+
+def check_latent_dtype(dtype: str, device: Device | None) -> None:
+    """Raises SettingError for a dtype in which no attention backend of vLLM's stores a latent (MLA) on this device."""
+    capability = device.capability if device is not None and device.cuda_major else None
+    lacks_fp8 = capability is not None and capability < _FIRST_WITH_FP8
+    where = ""
+    if dtype in _LATENT_DTYPES:
+        is_of_another_device = (
+            (dtype == "fp8_e5m2" and not (device is not None and device.is_amd))
+            or (dtype == "fp8_inc" and capability is not None)  # Gaudi
+            or (dtype in {"fp8", "fp8_e4m3"} and lacks_fp8)
+            or (dtype == "nvfp4_ds_mla" and capability is not None and capability[0] != 10)
+        )
+        if not is_of_another_device:
+            return
+        where = f" on compute capability {capability[0]}.{capability[1]}" if capability is not None else " on CUDA"
+    raise SettingError(
+        f"--kv-cache-dtype {dtype} does not work with latent attention (MLA): no attention backend of vLLM's takes "
+        f"it{where}, and vLLM would refuse to start. Try {'auto' if lacks_fp8 else 'fp8'}."
+    )
 
 
 def is_packed(dtype: str) -> bool:
@@ -99,14 +126,6 @@ def token_bytes(dtype: str, head_dim: int, value_head_dim: int, model_dtype: str
 
 @lru_cache(maxsize=256)
 def latent_token_bytes(dtype: str, size: int, model_dtype: str) -> int:
-    """Bytes of one token's latent vector of `size` elements (MLA). Raises SettingError for a format MLA has not."""
+    """Bytes of one token's latent vector of `size` elements (MLA), in a dtype that `check_latent_dtype` lets pass."""
     slot = _MLA_SLOT_BYTES.get(dtype)
-    if slot is not None:
-        return slot
-    if dtype == "int4_per_token_head":
-        return size // 2 + _SCALE_PAIR_BYTES
-    if dtype in {"int8_per_token_head", "fp8_per_token_head"}:
-        return size + _SCALE_PAIR_BYTES
-    if is_packed(dtype) or dtype.startswith("nvfp4"):
-        raise SettingError(f"--kv-cache-dtype {dtype} does not work with latent attention (MLA); try fp8 or fp8_ds_mla")
-    return size * element_bytes(dtype, model_dtype=model_dtype)
+    return size * element_bytes(dtype, model_dtype=model_dtype) if slot is None else slot

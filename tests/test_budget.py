@@ -14,7 +14,7 @@ from kvwatch.budget_report import Memory, budget_report
 from kvwatch.demand import arrivals, largest_context, mix, most_requests, row
 from kvwatch.engine import Device, EngineConfig
 from kvwatch.errors import CapacityError, SettingError, UnsupportedModel
-from kvwatch.kv_dtypes import KV_CACHE_DTYPES, latent_token_bytes, token_bytes
+from kvwatch.kv_dtypes import KV_CACHE_DTYPES, check_latent_dtype, latent_token_bytes, token_bytes
 from kvwatch.model import ModelSpec, read_model
 from kvwatch.planning import stage_sizes
 
@@ -244,9 +244,12 @@ def test_every_kv_dtype_has_a_size_or_is_refused_for_latent_attention() -> None:
             assert latent_token_bytes(dtype, 576, "bfloat16") in {656, 352}
             continue
         assert 0 < token_bytes(dtype, 128, 128, "bfloat16") <= 512
-        if dtype.startswith(("nvfp4", "turboquant", "ultraquant")):
+        if dtype.startswith(("nvfp4", "turboquant", "ultraquant")) or dtype.endswith(("_per_token_head", "e5m2")):
             with pytest.raises(SettingError, match="does not work with latent attention"):
-                latent_token_bytes(dtype, 576, "bfloat16")
+                check_latent_dtype(dtype, None)
+        else:
+            check_latent_dtype(dtype, None)
+            assert latent_token_bytes(dtype, 576, "bfloat16") in {576, 1152}
     with pytest.raises(SettingError, match="32 divides"):
         token_bytes("ultraquant_4bit", 80, 80, "bfloat16")
     assert token_bytes("ultraquant_4bit", 128, 128, "bfloat16") == 136
