@@ -13,6 +13,7 @@ from kvwatch.device import Device, batch_defaults
 from kvwatch.errors import SettingError
 from kvwatch.kv_dtypes import ELEMENT_BYTES, check_kv_cache_dtype, check_latent_dtype
 from kvwatch.model.spec import ModelSpec
+from kvwatch.quant_methods import check_quantization
 from kvwatch.versions import EARLIEST_KNOWN, LATEST_KNOWN, Rules, Version, rules_of, version_text
 
 __all__ = ["Device", "EngineConfig", "ResolvedEngine", "Source", "resolve"]
@@ -239,6 +240,7 @@ def _check(engine: EngineConfig, model: ModelSpec) -> None:
         raise SettingError(f"--max-model-len is {engine.max_model_len}; give tokens, or -1 to fit the memory")
     if engine.dtype not in {"auto", *ELEMENT_BYTES}:
         raise SettingError(f"--dtype {engine.dtype!r} is unknown; vLLM knows auto, {', '.join(ELEMENT_BYTES)}")
+    check_quantization(engine.quantization, model.quantization, model_name=model.name)
     _check_kv_cache(engine, model)
     _check_choices(engine)
     _check_shares(engine)

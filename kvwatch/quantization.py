@@ -1,7 +1,7 @@
 """Bits per parameter of a checkpoint, as its quantization_config stores them, scales and zero points included.
 
 Sources: vLLM 0.32.0, vllm/model_executor/layers/quantization/{fp8,awq,gptq,mxfp4,modelopt,bitsandbytes}.py and
-compressed_tensors/ (the tensors that create_weights registers).
+compressed_tensors/ (the tensors that create_weights registers); vllm/config/quantization.py (_ONLINE_SHORTHANDS).
 """
 
 import re
@@ -11,6 +11,7 @@ from fractions import Fraction
 from typing import Any
 
 from kvwatch.errors import UnsupportedModel
+from kvwatch.model.checkpoint import quantization_method, quantization_section
 from kvwatch.model.fields import Fields, shown, words
 from kvwatch.parameters import Part
 
@@ -19,19 +20,36 @@ _FP8 = frozenset({"fp8", "fbgemm_fp8", "ptpc_fp8"})
 _GROUPED_INTEGERS = frozenset({"awq", "awq_marlin", "gptq", "gptq_marlin", "auto-round"})
 _LISTS_OF_EXCEPTIONS = ("modules_to_not_convert", "ignore", "exclude_modules", "ignored_layers")
 _PADDED_MULTIPLE = 256
+# --quantization that quantises while loading -> bits per parameter, the scale of a block or group included.
+_ONLINE_BITS = {
+    "fp8": Fraction(8),
+    "fp8_per_tensor": Fraction(8),
+    "fp8_per_channel": Fraction(8),
+    "fp8_per_block": 8 + Fraction(32, 128 * 128),
+    "ptpc_fp8": Fraction(8),
+    "mxfp8": 8 + Fraction(8, 32),
+    "mxfp4": 4 + Fraction(8, 32),
+    "bitsandbytes": 4 + Fraction(32, 64),
+}
+_ONLINE_EXPERT_BITS = {
+    "experts_int8": Fraction(8),
+    "int8_per_channel_weight_only": Fraction(8),
+    "nvfp4_per_token": 4 + Fraction(8, 16),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Storage:
     """How parameters are stored: `linear_bits` each where a part is quantised, `plain_bits` elsewhere.
 
-    `exceptions` are the modules that the quantization_config leaves alone.
+    `exceptions` are the modules that the quantization_config leaves alone; `only_experts`: all but experts are.
     """
 
     method: str
     plain_bits: int
     linear_bits: Fraction
     exceptions: tuple[str, ...] = ()
+    only_experts: bool = False
 
     @property
     def is_quantised(self) -> bool:
@@ -39,8 +57,8 @@ class Storage:
 
     def of(self, part: Part) -> Fraction:
         """Bits per parameter of this part."""
-        only_experts = self.method == "mxfp4" and ".experts." not in part.module
-        if not part.is_linear or not self.is_quantised or only_experts or self._is_exception(part.module):
+        is_left_alone = self.only_experts and ".experts." not in part.module
+        if not part.is_linear or not self.is_quantised or is_left_alone or self._is_exception(part.module):
             return Fraction(self.plain_bits)
         return self.linear_bits
 
@@ -53,7 +71,7 @@ class Storage:
         if self.is_quantised:
             return self
         plain = replace(self, plain_bits=_DTYPE_BITS.get(dtype, 16))
-        return plain if quantization is None else _storage(Fields({"quant_method": quantization}), plain.plain_bits)
+        return plain if quantization is None else _online(quantization, plain.plain_bits)
 
     def _is_exception(self, module: str) -> bool:
         return any(_matches(pattern, module) for pattern in self.exceptions)
@@ -69,18 +87,35 @@ def storage_of(config: Mapping[str, Any]) -> Storage:
         given = fields.raw("torch_dtype", "dtype")
         plain_bits = _DTYPE_BITS.get(words(given).removeprefix("torch."), 16) if given is not None else plain_bits
     for fields in levels:
-        found = fields.section("quantization_config", "compression_config")
+        found = quantization_section(fields)
         if found is not None:
             return _storage(found, plain_bits)
     return Storage(method="", plain_bits=plain_bits, linear_bits=Fraction(plain_bits))
 
 
 def _storage(fields: Fields, plain_bits: int) -> Storage:
-    method = fields.text("quant_method", default="compressed-tensors").lower()
+    method = quantization_method(fields)
     exceptions = tuple(words(name) for field in _LISTS_OF_EXCEPTIONS for name in fields.items(field) or ())
     return Storage(
-        method=method, plain_bits=plain_bits, linear_bits=_linear_bits(fields, method), exceptions=exceptions
+        method=method,
+        plain_bits=plain_bits,
+        linear_bits=_linear_bits(fields, method),
+        exceptions=exceptions,
+        only_experts=method == "mxfp4",
     )
+
+
+def _online(flag: str, plain_bits: int) -> Storage:
+    """What --quantization makes of weights that are not quantised. Raises UnsupportedModel."""
+    method = flag.lower()
+    bits = _ONLINE_BITS.get(method) or _ONLINE_EXPERT_BITS.get(method)
+    if bits is None:
+        raise UnsupportedModel(
+            f"--quantization {flag}: the bytes that a parameter takes with it are not known to kvwatch. Give "
+            "--kv-cache-memory-bytes N with the bytes per GPU that vLLM logs as 'Available KV cache memory'."
+        )
+    only_experts = method in _ONLINE_EXPERT_BITS
+    return Storage(method=method, plain_bits=plain_bits, linear_bits=bits, only_experts=only_experts)
 
 
 def _linear_bits(fields: Fields, method: str) -> Fraction:

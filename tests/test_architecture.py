@@ -20,7 +20,7 @@ LIVE = """
 BUDGET = """
     model.nested model.fields model.dims model.spec model.length model.checkpoint model.encoder model.full model.chunked
     model.interleaved model.mla model.mamba model.hybrid model.delta_net model
-    model_names gpu device kv_dtypes engine parameters quantization weights memory
+    model_names gpu device kv_dtypes quant_methods engine parameters quantization weights memory
     backends pages planning budget demand budget_report budget_explain what_fits vllm_args
 """
 # vLLM's scheduler, without vLLM.

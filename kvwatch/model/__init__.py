@@ -20,7 +20,7 @@ from typing import Any
 
 from kvwatch.errors import ModelError, UnsupportedModel
 from kvwatch.model import chunked, delta_net, encoder, full, hybrid, interleaved, mamba, mla
-from kvwatch.model.checkpoint import kv_cache_dtype
+from kvwatch.model.checkpoint import kv_cache_dtype, quantization_method, quantization_section
 from kvwatch.model.dims import head_count
 from kvwatch.model.fields import Fields, shown, words
 from kvwatch.model.length import derived_max_model_len
@@ -72,6 +72,7 @@ def read_model(config: Mapping[str, Any], *, name: str = "model") -> ModelSpec:
     layout = family.layout(fields, architecture)
     has_attention = any(cache.kind != "state" for layer in layout.layers for cache in layer)
     top = Fields(config, architecture=architecture)
+    quantization = quantization_section(top) or quantization_section(fields)
     return ModelSpec(
         name=name,
         architecture=outer,
@@ -83,7 +84,8 @@ def read_model(config: Mapping[str, Any], *, name: str = "model") -> ModelSpec:
         cacheless=layout.cacheless,
         attention_heads=head_count(fields) if has_attention else 0,
         expanded_head_elements=layout.expanded_head_elements,
-        kv_cache_dtype=kv_cache_dtype(top) or kv_cache_dtype(fields),
+        quantization=quantization_method(quantization) if quantization is not None else None,
+        kv_cache_dtype=kv_cache_dtype(quantization) if quantization is not None else None,
         is_encoder_decoder=layout.is_encoder_decoder,
         assumed=assumed,
     )

@@ -98,8 +98,9 @@ class ModelSpec:
     """A model's KV layout. `layers` has one entry per decoder layer, in order: the caches that layer holds.
 
     `draft_layers` are those that speculative decoding adds (multi-token-prediction modules), on the last stage.
-    `cacheless` counts layers without a cache of their own, by reason. `kv_cache_dtype` is what the checkpoint's
-    quantization_config asks for, None if it asks for nothing. `assumed` names fields filled from defaults.
+    `cacheless` counts layers without a cache of their own, by reason. `quantization` is the quant_method of the
+    checkpoint's quantization_config, `kv_cache_dtype` what that asks for, each None if there is nothing of the kind.
+    `assumed` names fields filled from defaults.
     `expanded_head_elements` is how many elements of key and value one head would cache if there were no latent (MLA).
     """
 
@@ -113,6 +114,7 @@ class ModelSpec:
     cacheless: tuple[tuple[str, int], ...] = ()
     attention_heads: int = 0
     expanded_head_elements: int = 0
+    quantization: str | None = None
     kv_cache_dtype: str | None = None
     is_encoder_decoder: bool = False
     assumed: tuple[str, ...] = ()

@@ -1,7 +1,7 @@
 """A model for a budget: a folder, a config.json, the name of a downloaded or of a known model. Nothing is fetched.
 
-Beside config.json the folder's hf_quant_config.json (ModelOpt) and model.safetensors.index.json (the weights' size) are
-read where they exist.
+Beside config.json the folder's model.safetensors.index.json (the weights' size) is read where it exists, and what the
+quantiser wrote (hf_quant_config.json and others) where config.json does not say how the weights are quantised.
 """
 
 import json
@@ -17,6 +17,12 @@ from kvwatch.model_names import match
 # A config.json has kilobytes; an index lists every tensor and has a few megabytes.
 _CONFIG_LIMIT_BYTES = 8 << 20
 _INDEX_LIMIT_BYTES = 64 << 20
+# vLLM 0.32.0, get_config_filenames of vllm/model_executor/layers/quantization/{modelopt,auto_gptq,auto_awq}.py
+_QUANTISATION_FILES = (
+    ("hf_quant_config.json", "modelopt"),
+    ("quantize_config.json", "gptq"),
+    ("quant_config.json", "awq"),
+)
 _KNOWN_FILE = Path(__file__).parents[1] / "data" / "models.json"
 
 
@@ -67,9 +73,9 @@ def _folder(folder: Path) -> ModelFiles:
     if not config_path.exists():
         raise SourceError(f"--model {folder}: the folder has no config.json, which describes the model's layers")
     config = _object(config_path)
-    quantisation = folder / "hf_quant_config.json"
-    if quantisation.exists() and config.get("quantization_config") is None:
-        config["quantization_config"] = {"quant_method": "modelopt", **_object(quantisation)}
+    for file, method in _QUANTISATION_FILES:
+        if config.get("quantization_config") is None and (folder / file).exists():
+            config["quantization_config"] = {"quant_method": method, **_object(folder / file)}
     index = folder / "model.safetensors.index.json"
     weights = None
     if index.exists():
