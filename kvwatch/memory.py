@@ -154,7 +154,7 @@ def plan_memory(
         device_memory_bytes=device.memory_bytes,
         requested_bytes=requested,
         terms=per_stage[least],
-        assumptions=estimate.assumptions(),
+        assumptions=(*estimate.assumptions(), *filter(None, [weights.doubt])),
     )
 
 

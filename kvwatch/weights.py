@@ -17,6 +17,9 @@ from kvwatch.quantization import Storage, storage_of
 # points and exceptions are stored in more ways than are computed here).
 COMPUTED_ERROR_RATIO = 0.01
 QUANTISED_ERROR_RATIO = 0.05
+# A stated size further than this from the computed one is a mistake: of the file, or of an index of other files.
+_BELIEVED_FACTOR = 10
+_MOST_BYTES = 1 << 50  # more than any model has
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,24 +27,31 @@ class Weights:
     """The weights of one model. `checkpoint_bytes` is the size of its safetensors files.
 
     `loaded_bytes_per_rank` has one entry per pipeline stage: what a tensor-parallel rank of that stage holds.
-    `error_ratio` bounds the deviation of the sizes from what vLLM loads, as far as compared.
+    `error_ratio` bounds the deviation of the sizes from what vLLM loads, as far as compared. `doubt` says why the size
+    that the checkpoint states was not taken.
     """
 
     checkpoint_bytes: int
     loaded_bytes_per_rank: tuple[int, ...]
     source: Literal["given", "derived"]
     error_ratio: float
+    doubt: str | None = None
 
 
-def index_bytes(index: Mapping[str, Any]) -> int:
-    """`metadata.total_size` of a model.safetensors.index.json. Raises ModelError when it is not there."""
+def index_bytes(index: Mapping[str, Any]) -> int | None:
+    """`metadata.total_size` of a model.safetensors.index.json, None where it states none. Raises ModelError for what is
+    no number; whether the number can be, `weights_of` judges.
+    """
     metadata = index.get("metadata")
-    size = metadata.get("total_size") if isinstance(metadata, Mapping) else None
+    size = metadata.get("total_size") if isinstance(metadata, Mapping) else metadata
+    if size is None:
+        return None
     if isinstance(size, float) and size.is_integer():
         size = int(size)
-    if not isinstance(size, int) or isinstance(size, bool) or size <= 0:
+    if not isinstance(size, int) or isinstance(size, bool):
         raise ModelError(
-            f"model.safetensors.index.json: metadata.total_size is {shown(size)}, not the checkpoint's size in bytes"
+            f"model.safetensors.index.json: metadata.total_size is {shown(size)}, not the checkpoint's size in bytes. "
+            "Repair the file or take it away: the size is then computed from config.json."
         )
     return size
 
@@ -95,19 +105,21 @@ def weights_of(
 ) -> Weights:
     """The weights of the model that `config` (a parsed config.json) describes.
 
-    `checkpoint_bytes` (from `index_bytes` or `header_bytes`) is exact and decides; the config then only says how it is
-    divided. `quantization` is --quantization, for a checkpoint that vLLM quantises on loading. `loads_draft`: the
-    multi-token-prediction layers are loaded for speculative decoding. Raises UnsupportedModel where neither settles it.
+    `checkpoint_bytes` (from `index_bytes` or `header_bytes`) is exact and decides, unless the config rules it out; the
+    config then only says how it is divided. `quantization` is --quantization, for a checkpoint that vLLM quantises on
+    loading. `loads_draft`: the multi-token-prediction layers are loaded for speculative decoding. Raises
+    UnsupportedModel where neither settles it.
     """
     try:
-        parameters = count_parameters(config, name=name)
+        parameters, stored = count_parameters(config, name=name), storage_of(config)
     except UnsupportedModel:
         if checkpoint_bytes is None or quantization is not None:
             raise
-        return _divided_evenly(checkpoint_bytes, tensor_parallel_size * pipeline_parallel_size)
-    stored = storage_of(config)
+        return _divided_evenly(checkpoint_bytes, tensor_parallel_size * pipeline_parallel_size, name)
     loaded = stored.loaded(dtype=dtype, quantization=quantization, hidden_size=parameters.hidden_size)
     computed = _bytes(_every_part(parameters), stored)
+    doubt = _doubt(checkpoint_bytes, computed) if checkpoint_bytes is not None else None
+    checkpoint_bytes = None if doubt is not None else checkpoint_bytes
     scale = Fraction(checkpoint_bytes, computed) if checkpoint_bytes is not None else Fraction(1)
     split = _Split(parameters, tensor_parallel_size, tensor_parallel_size * data_parallel_size)
     per_rank = tuple(
@@ -120,11 +132,32 @@ def weights_of(
         loaded_bytes_per_rank=per_rank,
         source="derived" if checkpoint_bytes is None else "given",
         error_ratio=computed_error if checkpoint_bytes is None else COMPUTED_ERROR_RATIO,
+        doubt=doubt,
     )
 
 
-def _divided_evenly(checkpoint_bytes: int, ranks: int) -> Weights:
+def _doubt(stated: int, computed: int) -> str | None:
+    """Why a checkpoint does not have the size that it states; None where it can."""
+    if computed / _BELIEVED_FACTOR <= stated <= computed * _BELIEVED_FACTOR:
+        return None
+    return (
+        f"model.safetensors.index.json says {_grouped(stated)} bytes, but the parameters of config.json take "
+        f"{computed / (1 << 30):,.2f} GiB: these are used. Does the index belong to this config.json?"
+    )
+
+
+def _grouped(number: int) -> str:
+    """Digits in groups of three; what is longer than a line is cut short."""
+    return f"{number:,}" if abs(number) < 10**45 else shown(number)
+
+
+def _divided_evenly(checkpoint_bytes: int, ranks: int, name: str) -> Weights:
     """Modules of unknown shape: an even share each. What is replicated makes the real share larger."""
+    if not 0 < checkpoint_bytes <= _MOST_BYTES:
+        raise ModelError(
+            f"the checkpoint of {name} states {_grouped(checkpoint_bytes)} bytes of weights (metadata.total_size of "
+            "model.safetensors.index.json), which cannot be. Repair the file, or give --kv-cache-memory-bytes N."
+        )
     return Weights(
         checkpoint_bytes=checkpoint_bytes,
         loaded_bytes_per_rank=(checkpoint_bytes // ranks,),

@@ -228,6 +228,19 @@ def test_a_folder_is_read_with_its_quantisation_and_its_index(tmp_path: Path) ->
     assert run("--model", str(tmp_path.parent)).exit_code == 2
 
 
+def test_an_index_with_a_size_that_cannot_be_is_named_among_the_assumptions(tmp_path: Path) -> None:
+    write(tmp_path, budget_cases.truth()["configs"]["Llama-3.1-8B"])
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {"total_size": 0}}))
+    found = document("--model", str(tmp_path), "--gpu", "L40S")
+    weights = next(term for term in found["memory"]["terms"] if term["name"] == "weights")
+    assert (weights["bytes_per_rank"], weights["source"]) == (16_060_522_496, "derived")
+    assert any("model.safetensors.index.json says 0 bytes" in assumption for assumption in found["assumptions"])
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {"total_size": "16 GB"}}))
+    refused = run("--model", str(tmp_path), "--gpu", "L40S")
+    assert (refused.exit_code, refused.stdout) == (2, "")
+    assert "Repair the file or take it away" in refused.stderr
+
+
 def test_a_model_that_this_machine_has_downloaded_is_found_by_name(tmp_path: Path) -> None:
     snapshot = tmp_path / "hub" / "models--acme--secret-7b" / "snapshots" / "0123abcd"
     snapshot.mkdir(parents=True)

@@ -1,6 +1,8 @@
 """Bytes of weights: against published checkpoints, and against what engines logged that they loaded."""
 
 import json
+import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -308,10 +310,47 @@ def test_the_index_states_the_size() -> None:
     assert index_bytes({"metadata": {"total_size": 688586727753.0}}) == 688586727753
 
 
-@pytest.mark.parametrize("metadata", [None, {}, {"total_size": "12"}, {"total_size": -1}, {"total_size": True}])
-def test_an_index_without_a_size_is_an_error(metadata: object) -> None:
-    with pytest.raises(ModelError, match=r"metadata\.total_size is .*, not the checkpoint's size in bytes"):
+@pytest.mark.parametrize("metadata", [None, {}, {"total_size": None}, {"format": "pt"}])
+def test_an_index_that_states_no_size_leaves_it_to_be_computed(metadata: object) -> None:
+    assert index_bytes({"metadata": metadata}) is None
+
+
+@pytest.mark.parametrize(
+    "metadata", [[], "pt", {"total_size": "12"}, {"total_size": 0.5}, {"total_size": True}, {"total_size": math.inf}]
+)
+def test_an_index_whose_size_is_no_number_of_bytes_is_an_error_that_says_what_to_do(metadata: object) -> None:
+    with pytest.raises(ModelError, match=r"not the checkpoint's size in bytes\. Repair the file or take it away"):
         index_bytes({"metadata": metadata})
+
+
+@pytest.mark.parametrize("stated", [0, -1, 16_060_522_496 // 11, 16_060_522_496 * 11, 10**30, 10**4000])
+def test_a_size_that_the_parameters_rule_out_is_not_believed(stated: int) -> None:
+    weights = weights_of(llama(None), checkpoint_bytes=index_bytes({"metadata": {"total_size": stated}}))
+    assert weights == replace(weights_of(llama(None)), doubt=weights.doubt)
+    assert weights.doubt is not None
+    assert f"says {stated:,} bytes" in weights.doubt or stated > 10**50
+    assert len(weights.doubt) < 250
+    assert "14.96 GiB" in weights.doubt
+
+
+@pytest.mark.parametrize("stated", [16_060_522_496 // 9, 16_060_522_496 * 9])
+def test_a_size_that_the_parameters_allow_is_believed(stated: int) -> None:
+    weights = weights_of(llama(None), checkpoint_bytes=stated)
+    assert (weights.checkpoint_bytes, weights.source, weights.doubt) == (stated, "given", None)
+
+
+@pytest.mark.parametrize("stated", [0, -5, 10**30])
+@pytest.mark.parametrize(
+    "unknown", [{"architectures": ["NobodyKnows"]}, {"quantization_config": {"quant_method": "exl2"}}]
+)
+def test_a_size_that_nothing_can_have_is_refused_where_none_is_computed(unknown: dict[str, Any], stated: int) -> None:
+    with pytest.raises(ModelError, match=rf"states {stated:,} bytes of weights.*--kv-cache-memory-bytes"):
+        weights_of({**llama(None), **unknown}, checkpoint_bytes=stated)
+
+
+def test_the_size_of_a_checkpoint_in_an_unknown_format_is_divided_evenly() -> None:
+    config = llama({"quant_method": "exl2"})
+    assert weights_of(config, checkpoint_bytes=6 * 10**9, tensor_parallel_size=2).loaded_bytes_per_rank == (3 * 10**9,)
 
 
 def test_headers_add_up_to_the_size_of_their_tensors() -> None:
