@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from kvwatch.snapshot import CacheConfig
 
@@ -16,7 +17,8 @@ if TYPE_CHECKING:  # a check of a page without a model does not load the budget 
 class EngineFacts:
     """What is known about an engine besides its metrics. None where unknown.
 
-    `sources` pairs a field with "given" (flag or file) or "observed" (the engine's own API).
+    `sources` pairs a field with "given" (flag or file) or "observed" (the engine's own API). `budget_under` gives the
+    budget with some vLLM flags changed, spelt as fields of EngineConfig; it raises KvwatchError where there is none.
     """
 
     vllm_version: str | None = None
@@ -27,6 +29,7 @@ class EngineFacts:
     budget: Budget | None = None
     budget_low_num_gpu_blocks: int | None = None  # where the budget's memory is an estimate, its lower bound in blocks
     budget_problem: str | None = None  # why there is no budget although a model was given
+    budget_under: Callable[[Mapping[str, Any]], Budget] | None = field(default=None, compare=False, repr=False)
     sources: tuple[tuple[str, str], ...] = ()
 
     def source_of(self, field: str) -> str:

@@ -5,7 +5,8 @@
 Steps and tokens come from vllm:iteration_tokens_total, whose observations are steps (vllm/v1/metrics/loggers.py,
 PrometheusStatLogger.record). It leaves out what is computed again after a preemption, so the preemptions of the
 interval are added at the tokens that one costs. The tokens read are the blocks held times the steps. All three
-coefficients are at least 0 (non-negative least squares; with three of them, every subset is tried).
+coefficients are at least 0 (non-negative least squares; with three of them, every subset is tried), and one that
+explains no more than chance would is left out.
 
 Only intervals that were busy throughout count: an idle engine makes no step.
 """
@@ -24,6 +25,7 @@ MINIMUM_INTERVALS = 5
 # A fit that misses interval by interval by more than this says nothing about other settings.
 LARGEST_ERROR_RATIO = 0.25
 TOKENS_TO_DOUBLE_A_STEP = 300
+_EXACT = 1e-12  # a squared error of this share is one of rounding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,8 +131,15 @@ def _row(interval: BusyInterval) -> tuple[float, float, float]:
 
 
 def _least_squares(intervals: Sequence[BusyInterval]) -> tuple[float, float, float] | None:
-    """The non-negative coefficients with the least squared error per step; a step must cost something."""
+    """The non-negative coefficients that explain the intervals best for their number; a step must cost something.
+
+    For their number: by the Bayesian information criterion (Schwarz 1978), n ln(squared error / n) + k ln(n). A pool
+    that is full all the time does not tell a step's fixed cost from that of reading the pool, and the smallest squared
+    error then goes to whichever split fits the noise.
+    """
     best: tuple[float, tuple[float, float, float]] | None = None
+    n = len(intervals)
+    floor = _EXACT * math.fsum(i.seconds**2 / i.steps for i in intervals)
     for size in (1, 2, 3):
         for columns in combinations(range(3), size):
             solved = _solve(intervals, columns)
@@ -141,8 +150,9 @@ def _least_squares(intervals: Sequence[BusyInterval]) -> tuple[float, float, flo
                 full[column] = value
             coefficients = (full[0], full[1], full[2])
             error = math.fsum(((i.seconds - _predicted(i, coefficients)) ** 2) / i.steps for i in intervals)
-            if best is None or error < best[0] * (1 - 1e-9):
-                best = (error, coefficients)
+            score = n * math.log(max(error, floor) / n) + size * math.log(n)
+            if best is None or score < best[0]:
+                best = (score, coefficients)
     return best[1] if best else None
 
 

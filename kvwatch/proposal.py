@@ -18,8 +18,8 @@ class Recommendation:
 
     setting: str
     flag: str | None
-    current: float | int | None
-    proposed: float | int
+    current: float | int | str | None
+    proposed: float | int | str
     apply: Literal["now", "restart"]
     because: tuple[str, ...]
     confidence: Confidence
@@ -39,14 +39,17 @@ class Withheld:
 class SettingOption:
     """What one combination of settings did when the engine's load was simulated under it.
 
-    `name` is "now", "proposed", "gateway", "pool x2" (the present flags, twice the blocks: fp8 KV cache, more memory,
-    or half the load on a second engine), or what an alternative changes. Ratios are relative to the present settings,
-    `_low` and `_high` the extremes over the draws of requests. Where the cost of a step could not be fitted, times are
-    None and `output_throughput_ratio` rests on an assumed one; `steps_ratio` rests on none. `max_num_seqs` is None
-    where it is not known and never reached.
+    `name` is "now", "proposed", "gateway", "pool x2" (the present flags on twice the blocks: what more memory would
+    do), what an alternative changes, or with a leading "+" what is changed besides the proposed settings; `setting` and
+    `value` name that change. Ratios are relative to the present settings, `_low` and `_high` the extremes over the
+    draws of requests. Where the cost of a step could not be fitted, times are None and `output_throughput_ratio` rests
+    on an assumed one; `steps_ratio` rests on none. `max_num_seqs` is None where it is not known and never reached.
+    With several replicas the settings are those of each, all counts and rates those of all together.
     """
 
     name: str
+    setting: str | None = None
+    value: float | int | str | None = None
     max_num_seqs: int | None
     watermark: float
     gateway_max_in_flight: int | None

@@ -7,13 +7,12 @@ no cap is raised and no watermark lowered: the answer, once applied, is not foll
 cannot be reconstructed, `analytic` estimates by formula.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
 
 from kvwatch.analytic import estimate
+from kvwatch.capacity_changes import CapacityChange, needed_change
 from kvwatch.checks.check import EngineView
 from kvwatch.checks.concurrency_oversubscribed import peak_in_flight
-from kvwatch.cost import CostFit, assumed_cost, fit_cost, seconds_per_step, tokens_per_step
 from kvwatch.errors import NoData, SettingError
 from kvwatch.finding import Finding, Status
 from kvwatch.flag_releases import has_flag
@@ -29,16 +28,14 @@ from kvwatch.proposal import (
     harm_found,
     unjudged,
 )
+from kvwatch.study import Study, option_of, study
 from kvwatch.thresholds import Thresholds
 from kvwatch.versions import engine_version
-from kvwatch.vllm_metrics import INTER_TOKEN_LATENCY, PREEMPTIONS, REQUEST_SUCCESS
-from kvwatch.what_if import SEEDS, Outcome, Trial, Tried, best_in_flight, best_settings, mean_of, run
-from kvwatch.window import Window
-from kvwatch.workload import OfferedLoad, offered_load
+from kvwatch.vllm_metrics import REQUEST_SUCCESS
+from kvwatch.what_if import Tried
 
 __all__ = ["Proposals", "Recommendation", "Withheld", "recommend"]
 
-_UNIT_SECONDS = 0.02  # a step, where neither steps nor time between tokens are exposed: it only paces open loops
 # A simulation of the present settings that misses the preemptions seen by more than this ratio is not relied on.
 _REPRODUCED_RATIO, _ROUGHLY_RATIO = 1.5, 2.5
 
@@ -56,11 +53,12 @@ def recommend(
     if not because:
         return Proposals(withheld=unjudged(findings))
     try:
-        study = None if turned_away else _study(view, objective, may_loosen=HARM[0] not in because)
+        studied = None if turned_away else study(view, objective, may_loosen=HARM[0] not in because)
     except (NoData, SettingError) as missing:
-        study, turned_away = None, str(missing)
-    if study is not None:
-        return _Answer(view, because, limits, study).proposals()
+        studied, turned_away = None, str(missing)
+    if studied is not None:
+        long_ones = any(f.check == "long_context_monopoly" and f.status is Status.WARNING for f in findings)
+        return _Answer(view, because, limits, studied, may_refuse=long_ones).proposals()
     known = estimate(view, findings, limits)
     return Proposals(
         recommendations=known.recommendations,
@@ -78,102 +76,68 @@ def _held_back(findings: Sequence[Finding]) -> tuple[str, ...]:
     return ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Study:
-    """The load, the fit of its costs, and what was found."""
-
-    load: OfferedLoad
-    fit: CostFit | None
-    objective: Objective
-    flags: Outcome
-    gateway: Outcome
-    larger_pool: Tried
-    observed_per_request: float
-
-
-def trial_of(view: EngineView, load: OfferedLoad) -> tuple[Trial, CostFit | None]:
-    """The load, drawn, with the cost of a step: fitted, or else assumed."""
-    window = view.window
-    paced = assumed_cost(seconds_per_step(window) or _mean_gap(window) or _UNIT_SECONDS, tokens_per_step(window))
-    trial = Trial(
-        settings=load.settings,
-        cost=paced,
-        draws=tuple(load.requests(seed) for seed in SEEDS),
-        clients=load.clients,
-        version=engine_version(view.facts.vllm_version, window.latest.vllm_version_at_least),
-    )
-    now = run(trial, load.settings, None, draws=(0,)).runs[0]
-    fit = fit_cost(
-        window,
-        pool_tokens=load.settings.usable_blocks * load.settings.block_size // len(load.settings.kv_groups),
-        tokens_per_preemption=now.recomputed_tokens / now.preemptions if now.preemptions else 0.0,
-    )
-    if fit is None:
-        return trial, None
-    return replace(trial, cost=fit.cost), fit
-
-
-def _study(view: EngineView, objective: Objective, *, may_loosen: bool) -> _Study:
-    load = offered_load(view)
-    trial, fit = trial_of(view, load)
-    trial = replace(trial, may_loosen=may_loosen)
-    finished = view.window.increase(REQUEST_SUCCESS)
-    doubled = replace(load.settings, num_gpu_blocks=2 * load.settings.num_gpu_blocks)
-    return _Study(
-        load=load,
-        fit=fit,
-        objective=objective,
-        flags=best_settings(trial, objective),
-        gateway=best_in_flight(trial, objective),
-        larger_pool=run(trial, doubled, None, range(len(trial.draws))),
-        observed_per_request=view.window.increase(PREEMPTIONS) / max(1.0, finished),
-    )
-
-
-def _mean_gap(window: Window) -> float | None:
-    try:
-        return window.average(INTER_TOKEN_LATENCY)
-    except NoData:
-        return None
-
-
 class _Answer:
     """From what was found to what is said."""
 
-    def __init__(self, view: EngineView, because: tuple[str, ...], limits: Thresholds, study: _Study) -> None:
+    def __init__(
+        self, view: EngineView, because: tuple[str, ...], limits: Thresholds, studied: Study, *, may_refuse: bool
+    ) -> None:
         self._view = view
         self._because = because
         self._limits = limits
-        self._study = study
+        self._study = studied
+        self._needed: CapacityChange | None = None
+        if because[0] != "sequence_cap_reached":
+            self._needed = needed_change(
+                studied.changes,
+                studied.flags.now,
+                studied.flags.best,
+                harm_per_request=limits.preemptions_per_request_critical,
+                is_preempting=because[0] == HARM[0],
+                may_refuse=may_refuse,
+                is_timed=studied.fit is not None,
+            )
 
     def proposals(self) -> Proposals:
-        study = self._study
-        made: list[Recommendation] = []
-        withheld: list[Withheld] = []
-        gateway = self._gateway(study.gateway)
-        if study.gateway.is_change_worth_it and gateway.current is not None and gateway.proposed < gateway.current:
-            made.append(gateway)
-        elif study.flags.is_change_worth_it:
-            reason = "no cap of the requests in flight does better than the present settings"
-            withheld.append(Withheld(setting="gateway_max_in_flight", reason=reason))
-        if study.flags.is_change_worth_it:
-            made += self._flags(study.flags)
-        else:
-            withheld.append(Withheld(setting="max_num_seqs", reason=self._nothing_better()))
+        now, restart = self._without_restart(), self._with_restart()
         return Proposals(
-            recommendations=tuple(made),
-            withheld=tuple(withheld),
+            recommendations=(*now, *restart),
+            withheld=tuple(self._withheld(now, restart)),
             options=self._options(),
             simulation=self._basis(),
         )
+
+    def _without_restart(self) -> tuple[Recommendation, ...]:
+        outcome, change, made = self._study.gateway, self._needed, []
+        peak = int(peak_in_flight(self._view.window.last(self._limits.hold_seconds)))
+        if outcome.is_change_worth_it and (outcome.best.in_flight or 0) < peak:
+            made.append(self._gateway(outcome.best, peak))
+        if change is not None and change.apply == "now":
+            made.append(self._capacity(change))
+        return tuple(made)
+
+    def _with_restart(self) -> tuple[Recommendation, ...]:
+        """The best flags; with a larger pool those that were simulated together with it."""
+        change, flags = self._needed, self._study.flags
+        if change is not None and change.apply == "restart":
+            return (self._capacity(change), *self._flags(change.tried, self._predicted_change(change)))
+        return self._flags(flags.best, self._predicted(flags.best)) if flags.is_change_worth_it else ()
+
+    def _withheld(self, now: Sequence[Recommendation], restart: Sequence[Recommendation]) -> Iterator[Withheld]:
+        if not any(made.setting == "gateway_max_in_flight" for made in now) and self._study.flags.is_change_worth_it:
+            reason = "no cap of the requests in flight does better than the present settings"
+            yield Withheld(setting="gateway_max_in_flight", reason=reason)
+        if not restart:
+            yield Withheld(setting="max_num_seqs", reason=self._nothing_better())
 
     def _nothing_better(self) -> str:
         now = self._study.flags.now
         has_watermark = has_flag("watermark", self._version)
         tried = "max_num_seqs and watermark" if has_watermark else "max_num_seqs"
+        advice = "" if self._needed else ": give the pool more memory or add replicas"
         return (
             f"of the values of {tried} simulated, none does better than the present ones "
-            f"({now.preemptions_per_request:.2f} preemptions per request): give the pool more memory or add replicas"
+            f"({now.preemptions_per_request:.2f} preemptions per request){advice}"
         )
 
     @property
@@ -194,30 +158,43 @@ class _Answer:
             return "medium"
         return "high"
 
-    def _gateway(self, outcome: Outcome) -> Recommendation:
-        cap = outcome.best.in_flight or 0
+    def _gateway(self, best: Tried, peak: int) -> Recommendation:
+        cap = best.in_flight or 0
         return Recommendation(
             setting="gateway_max_in_flight",
             flag=None,
-            current=int(peak_in_flight(self._view.window.last(self._limits.hold_seconds))),
+            current=peak,
             proposed=cap,
             apply="now",
             because=self._because,
             confidence=self.confidence,
-            predicted=self._predicted(outcome),
+            predicted=self._predicted(best),
             note=f"cap the requests in flight on this engine at {cap} in the gateway and answer 429 beyond that",
         )
 
-    def _flags(self, outcome: Outcome) -> list[Recommendation]:
-        now, best, facts = outcome.now.settings, outcome.best.settings, self._view.facts
+    def _capacity(self, change: CapacityChange) -> Recommendation:
+        return Recommendation(
+            setting=change.setting,
+            flag=_flag(change.setting, change.proposed) if change.apply == "restart" else None,
+            current=change.current,
+            proposed=change.proposed,
+            apply=change.apply,
+            because=self._because,
+            confidence=self.confidence,
+            predicted=self._predicted_change(change),
+            note=change.note,
+        )
+
+    def _flags(self, best: Tried, predicted: dict[str, float | int | str]) -> tuple[Recommendation, ...]:
+        now, facts = self._study.flags.now.settings, self._view.facts
         changes: list[tuple[str, float | int | None, float | int]] = []
-        if best.max_num_seqs != now.max_num_seqs:
+        if best.settings.max_num_seqs != now.max_num_seqs:
             known = now.max_num_seqs if self._study.load.max_num_seqs_known else None
-            changes.append(("max_num_seqs", known, best.max_num_seqs))
-        if best.watermark != now.watermark:
-            changes.append(("watermark", facts.watermark, best.watermark))
-        flags = [f"--{setting.replace('_', '-')} {proposed}" for setting, _, proposed in changes]
-        return [
+            changes.append(("max_num_seqs", known, best.settings.max_num_seqs))
+        if best.settings.watermark != now.watermark:
+            changes.append(("watermark", facts.watermark, best.settings.watermark))
+        flags = [_flag(setting, proposed) for setting, _, proposed in changes]
+        return tuple(
             Recommendation(
                 setting=setting,
                 flag=flag,
@@ -226,11 +203,11 @@ class _Answer:
                 apply="restart",
                 because=self._because,
                 confidence=self.confidence,
-                predicted=self._predicted(outcome),
+                predicted=predicted,
                 note=self._note(setting, [other for other in flags if other != flag]),
             )
             for (setting, current, proposed), flag in zip(changes, flags, strict=True)
-        ]
+        )
 
     def _note(self, setting: str, together: Sequence[str]) -> str:
         notes = []
@@ -240,30 +217,42 @@ class _Answer:
             notes.append("--max-num-active-seqs has the same effect and keeps the sizes that were captured as graphs")
         return "; ".join(notes)
 
-    def _predicted(self, outcome: Outcome) -> dict[str, float | int | str]:
-        option = _option("", outcome.best, outcome.now, self._study)
+    def _predicted(self, tried: Tried) -> dict[str, float | int | str]:
+        now = self._study.flags.now
+        option = option_of("", tried, now, self._study)
         found: dict[str, float | int | str | None] = {
             "method": "simulated",
             "cost": "fitted" if self._study.fit else "assumed",
             "preemptions_per_request": option.preemptions_per_request,
-            "preemptions_per_request_now": round(outcome.now.preemptions_per_request, 4),
+            "preemptions_per_request_now": round(now.preemptions_per_request, 4),
             "output_throughput_ratio": option.output_throughput_ratio,
             "ttft_p99_ratio": option.ttft_p99_ratio,
             "itl_p99_ratio": option.itl_p99_ratio,
         }
         return {name: value for name, value in found.items() if value is not None}
 
+    def _predicted_change(self, change: CapacityChange) -> dict[str, float | int | str]:
+        predicted = self._predicted(change.tried)
+        if change.max_concurrency is not None:  # the budget was recomputed
+            predicted["num_gpu_blocks"] = change.tried.settings.num_gpu_blocks
+            predicted["max_concurrency"] = round(change.max_concurrency, 2)
+        return predicted
+
     def _options(self) -> tuple[SettingOption, ...]:
-        study = self._study
-        flags, gateway = study.flags, study.gateway
+        studied = self._study
+        flags, gateway = studied.flags, studied.gateway
         named = [("now", flags.now)]
+        enlarged = self._needed if self._needed and self._needed.apply == "restart" else None
         if flags.is_change_worth_it:
-            named.append(("proposed", flags.best))
+            named.append(("flags alone" if enlarged else "proposed", flags.best))
         if gateway.is_change_worth_it:
             named.append(("gateway", gateway.best))
         named += flags.alternatives
-        named.append(("pool x2", study.larger_pool))
-        return tuple(_option(name, tried, flags.now, study) for name, tried in named)
+        rows = [option_of(name, tried, flags.now, studied) for name, tried in named]
+        for change in studied.changes:
+            name = "proposed" if change is enlarged else _row_name(change)
+            rows.append(option_of(name, change.tried, flags.now, studied, change=change))
+        return (*rows, option_of("pool x2", studied.larger_pool, flags.now, studied))
 
     def _basis(self) -> SimulationBasis:
         study = self._study
@@ -279,38 +268,18 @@ class _Answer:
         )
 
 
-def _option(name: str, tried: Tried, now: Tried, study: _Study) -> SettingOption:
-    requests = tried.runs[0].requests
-    per_request = [one.preemptions / requests for one in tried.runs]
-    speeds = [
-        one.output_tokens_per_second / other.output_tokens_per_second
-        for one, other in zip(tried.runs, now.runs, strict=True)
-    ]
-    timed = study.fit is not None
-    hidden = not study.load.max_num_seqs_known and tried.settings.max_num_seqs == now.settings.max_num_seqs
+def _flag(setting: str, value: float | str) -> str:
+    return f"--{setting.replace('_', '-')} {value}"
 
-    def ratio(field: str) -> float | None:
-        ours = mean_of(getattr(one, field) for one in tried.runs)
-        theirs = mean_of(getattr(one, field) for one in now.runs)
-        return round(ours / theirs, 4) if timed and ours is not None and theirs else None
 
-    return SettingOption(
-        name=name,
-        max_num_seqs=None if hidden else tried.settings.max_num_seqs,
-        watermark=tried.settings.watermark,
-        gateway_max_in_flight=tried.in_flight,
-        num_gpu_blocks=tried.settings.num_gpu_blocks,
-        preemptions_per_request=round(tried.preemptions_per_request, 4),
-        preemptions_per_request_low=round(min(per_request), 4),
-        preemptions_per_request_high=round(max(per_request), 4),
-        recomputed_tokens_per_request=round(tried.pooled.recomputed_tokens / tried.pooled.requests, 1),
-        output_throughput_ratio=round(tried.output_tokens_per_second / now.output_tokens_per_second, 4),
-        output_throughput_ratio_low=round(min(speeds), 4),
-        output_throughput_ratio_high=round(max(speeds), 4),
-        steps_ratio=round(sum(one.steps for one in tried.runs) / sum(one.steps for one in now.runs), 4),
-        output_tokens_per_second=round(tried.output_tokens_per_second, 1) if timed else None,
-        ttft_p50_ratio=ratio("ttft_p50_seconds"),
-        ttft_p99_ratio=ratio("ttft_p99_seconds"),
-        itl_p50_ratio=ratio("itl_p50_seconds"),
-        itl_p99_ratio=ratio("itl_p99_seconds"),
-    )
+_ROW_NAMES = {
+    "gpu_memory_utilization": "+ gpu memory {}",
+    "kv_cache_dtype": "+ {} kv cache",
+    "max_num_batched_tokens": "+ batch {}",
+    "max_model_len": "+ max len {}",
+    "replicas": "+ replicas x{}",
+}
+
+
+def _row_name(change: CapacityChange) -> str:
+    return _ROW_NAMES[change.setting].format(change.replicas if change.setting == "replicas" else change.proposed)

@@ -4,9 +4,11 @@ vLLM's page shows the pool and the block size. max_num_seqs, max_num_batched_tok
 (vllm/v1/metrics/loggers.py, 0.32.0), so each of them is given, inferred from what is seen, or vLLM's default.
 """
 
+from __future__ import annotations
+
 import math
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
 
 from kvwatch.checks.check import EngineView
 from kvwatch.errors import NoData
@@ -22,6 +24,9 @@ from kvwatch.vllm_metrics import (
     REQUESTS_WAITING,
 )
 from kvwatch.window import Window
+
+if TYPE_CHECKING:  # a load without a model does not load the budget side
+    from kvwatch.budget import Budget
 
 Origin = Literal["given", "observed", "derived", "assumed"]
 
@@ -56,7 +61,7 @@ def settings_now(view: EngineView) -> SettingsNow:
     version = engine_version(view.facts.vllm_version, view.window.latest.vllm_version_at_least)
     if not capacity.num_gpu_blocks or not capacity.block_size_tokens:
         raise NoData("num_gpu_blocks and block_size are not exposed by this engine: the pool cannot be simulated")
-    groups = _groups(view)
+    groups = _groups(view.facts.budget)
     block_size = _block_size(view, groups)
     seqs, seqs_origin = _max_num_seqs(view)
     batched, batched_origin = _max_num_batched_tokens(view, seqs)
@@ -93,9 +98,29 @@ def settings_now(view: EngineView) -> SettingsNow:
     )
 
 
-def _groups(view: EngineView) -> tuple[KvGroup, ...]:
+def with_budget(settings: SchedulerSettings, now: Budget, other: Budget) -> SchedulerSettings | None:
+    """The settings on the pool that the engine would have with another budget: the live one times their ratio.
+
+    None where such a pool cannot be simulated.
+    """
+    if len(now.groups) != len(other.groups) or now.num_gpu_blocks <= 0:
+        return None
+    groups = _groups(other)
+    blocks = settings.num_gpu_blocks * other.num_gpu_blocks // now.num_gpu_blocks
+    sizes = {group.block_size for group in groups if group.is_full}
+    if blocks < 2 or len(sizes) > 1:
+        return None
+    if sizes:
+        size = sizes.pop()
+    elif groups:
+        size = groups[0].block_size
+    else:
+        size = settings.block_size * other.block_size_tokens // now.block_size_tokens
+    return replace(settings, num_gpu_blocks=blocks, block_size=size, groups=groups)
+
+
+def _groups(budget: Budget | None) -> tuple[KvGroup, ...]:
     """The block tables of a hybrid model, from its budget; empty for a model with one."""
-    budget = view.facts.budget
     if budget is None or len(budget.groups) < 2:
         return ()
     groups = []

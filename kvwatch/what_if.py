@@ -1,6 +1,6 @@
 """Simulate an engine's load under other settings: what each would do, and which serves an objective best.
 
-All settings are tried on the same drawn requests, three draws (seeds) of them, so that their differences are not those
+All settings are tried on the same drawn requests, five draws (seeds) of them, so that their differences are not those
 of luck. The search is wide on the first draw and narrow on the others:
 
 1. caps of running requests, from what the pool holds at the end of every request to what runs now, and watermarks, one
@@ -12,6 +12,7 @@ of luck. The search is wide on the first draw and narrow on the others:
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean, stdev
 from typing import TypeVar
 
 from kvwatch.flag_releases import has_flag
@@ -20,7 +21,7 @@ from kvwatch.simulation import CostModel, Request, SchedulerSettings, Simulation
 from kvwatch.simulator import simulate
 from kvwatch.versions import Version
 
-SEEDS = (0, 1, 2)
+SEEDS = (0, 1, 2, 3, 4)
 WATERMARKS = (0.0, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2)
 _FEW_WATERMARKS = (0.0, 0.02, 0.05, 0.1, 0.2)
 _MANY_REQUESTS = 500  # above it a simulation takes long enough to try fewer settings
@@ -256,12 +257,17 @@ class _Search:
         return min(fast, key=lambda one: (one.preemptions, -one.output_tokens_per_second))
 
     def _speed(self, tried: Tried) -> float:
-        """The throughput in the draw in which it is lowest relative to the present settings: what can be counted on."""
-        ratios = (
+        """The throughput relative to the present settings, at the upper end of its error.
+
+        Which of two settings is faster differs from draw to draw, and what is real is one more draw. So a setting is
+        not taken for too slow before the draws show it: mean plus the standard error of the mean.
+        """
+        ratios = [
             one.output_tokens_per_second / now.output_tokens_per_second
             for one, now in zip(tried.runs, self._now.runs, strict=False)
-        )
-        return min(ratios) * self._now.output_tokens_per_second
+        ]
+        error = stdev(ratios) / math.sqrt(len(ratios)) if len(ratios) > 1 else 0.0
+        return (fmean(ratios) + error) * self._now.output_tokens_per_second
 
     def _chosen(self, tried: Sequence[Tried], objective: Objective | None = None) -> Tried:
         options = [

@@ -32,7 +32,7 @@ WHAT_IF = """
 JUDGEMENT = """
     thresholds finding recording capacity reconcile footprint
     checks.check checks.sequence_cap_reached checks.concurrency_oversubscribed checks.metrics_missing checks.* checks
-    proposal analytic settings_now workload recommend report
+    proposal analytic settings_now workload capacity_changes study recommend report
 """
 # How it is shown. Pure as well.
 PRESENTATION = """

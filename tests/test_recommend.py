@@ -24,7 +24,7 @@ def asked(window: Window, facts: EngineFacts = NOTHING, *, simulate: bool = Fals
     return engine
 
 
-def proposed(engine: EngineReport) -> dict[str, float]:
+def proposed(engine: EngineReport) -> dict[str, Any]:
     return {made.setting: made.proposed for made in engine.recommendations}
 
 
@@ -154,7 +154,8 @@ def opposes(made: Recommendation) -> bool:
     """Whether a proposal loosens what ends preemptions."""
     if made.current is None:
         return False
-    return made.proposed <= made.current if made.setting == "watermark" else made.proposed >= made.current
+    now, then = float(made.current), float(made.proposed)
+    return then <= now if made.setting == "watermark" else then >= now
 
 
 @Ways
@@ -171,7 +172,7 @@ def test_with_the_answer_applied_nothing_opposite_is_proposed(*, simulate: bool)
     (window,) = windows(capped)
     again = asked(window, facts, simulate=simulate)
     assert not any(opposes(made) for made in again.recommendations), again.recommendations
-    assert all(made.proposed < cap for made in again.recommendations if made.setting == "gateway_max_in_flight")
+    assert all(float(made.proposed) < cap for made in again.recommendations if made.setting == "gateway_max_in_flight")
 
 
 @given(
@@ -201,6 +202,6 @@ def test_no_formula_ever_loosens_what_ends_preemptions(
     for made in engine.recommendations:
         assert not opposes(made)
         if made.setting == "max_num_seqs":
-            assert made.proposed < running  # which the engine's own cap is at least
+            assert float(made.proposed) < running  # which the engine's own cap is at least
         if made.setting == "gateway_max_in_flight":
-            assert 1 <= made.proposed < running + waiting
+            assert 1 <= float(made.proposed) < running + waiting

@@ -43,7 +43,7 @@ def asked(window: Window, *, objective: Objective = "balanced", **facts: Any) ->
     return engine
 
 
-def proposed(engine: EngineReport) -> dict[str, float]:
+def proposed(engine: EngineReport) -> dict[str, Any]:
     return {made.setting: made.proposed for made in engine.recommendations}
 
 

@@ -63,7 +63,7 @@ def measured(case: GridCase) -> Row:
     truth = truth_of(case)
     window = FakeEngine(case.settings, case.cost, case.requests, clients=case.clients).window()
     (engine,) = report([window], simulate=True).engines
-    changes = {made.setting: made.proposed for made in engine.recommendations if made.apply == "restart"}
+    changes = {m.setting: m.proposed for m in engine.recommendations if m.setting in {"max_num_seqs", "watermark"}}
     row = Row(
         case=case,
         truth=truth,

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """A real vLLM thrashes, kvwatch reads its /metrics and names flags, vLLM restarts with them: is it better?
 
-    python tools/prove.py [--rounds 3] [--output docs/proof.md]
+    python tools/prove.py [--rounds 6] [--output docs/proof.md]
 
 The same seeded work every time: 28 clients send 3 requests each, prompts of 900 to 1500 tokens, answers of 600 to 1200,
 to a pool of 256 blocks of 128 tokens. The prediction is made from the first run's pages, before the flags are tried.
@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any, Literal
 
 sys.path[:0] = [str(Path(__file__).parent.parent / "tests"), str(Path(__file__).parent.parent)]
@@ -32,12 +33,12 @@ from vllm_server import vllm_server  # noqa: E402
 from kvwatch.capacity import EngineFacts, live_capacity  # noqa: E402
 from kvwatch.checks.check import EngineView  # noqa: E402
 from kvwatch.errors import KvwatchError  # noqa: E402
-from kvwatch.recommend import trial_of  # noqa: E402
 from kvwatch.simulator import simulate  # noqa: E402
 from kvwatch.snapshot import Snapshot  # noqa: E402
 from kvwatch.sources import parse  # noqa: E402
 from kvwatch.sources.gather import gather  # noqa: E402
 from kvwatch.sources.scrape import Scraper  # noqa: E402
+from kvwatch.study import trial_of  # noqa: E402
 from kvwatch.vllm_metrics import INTER_TOKEN_LATENCY, TIME_TO_FIRST_TOKEN  # noqa: E402
 from kvwatch.what_if import with_seqs  # noqa: E402
 from kvwatch.window import Window, windows  # noqa: E402
@@ -53,7 +54,8 @@ BASELINE = {"max_num_seqs": SEATS, "watermark": 0.0}
 # The pages that kvwatch sees end before the first clients run out of requests: the load is still on.
 SEEN_REQUESTS = REQUESTS - CLIENTS
 TARGETS = {"preemptions": 0.80, "throughput": 0.97}
-LARGEST_SPREAD = 1.1  # fastest to slowest run with the same settings
+# Student's t, one-sided 95 %, by degrees of freedom (NIST/SEMATECH e-Handbook of Statistical Methods, 1.3.6.7.2).
+STUDENT_T = {2: 2.920, 3: 2.353, 4: 2.132, 5: 2.015, 6: 1.943, 7: 1.895, 8: 1.860, 9: 1.833}
 DRAWS = 8
 
 
@@ -87,7 +89,7 @@ class Prediction:
 
 def main() -> int:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--rounds", type=int, default=3, help="how often both settings are run, in turn")
+    options.add_argument("--rounds", type=rounds, default=6, help="how often both settings are run, in turn: 3 to 10")
     options.add_argument("--output", type=Path, default=ROOT / "docs" / "proof.md")
     asked = options.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
@@ -232,31 +234,45 @@ def verdicts(
     expected: Sequence[Prediction], baseline: Sequence[Run], tuned: Sequence[Run]
 ) -> tuple[tuple[str, Verdict], ...]:
     """What was wanted, in a sentence each, and whether it came out so."""
-    fewer = 1 - mean([run.preemptions for run in tuned]) / mean([run.preemptions for run in baseline])
+    fewer = 1 - fmean([run.preemptions for run in tuned]) / fmean([run.preemptions for run in baseline])
     least = TARGETS["preemptions"]
     found = [
         (f"Preemptions fall by {fewer:.0%}; at least {least:.0%} are wanted.", _met(fewer >= least)),
         speed_verdict([r.output_tokens_per_second for r in baseline], [r.output_tokens_per_second for r in tuned]),
     ]
     for name, prediction, runs in (("before", expected[0], baseline), ("after", expected[1], tuned)):
-        seen, said = mean([run.preemptions for run in runs]), prediction.preemptions
+        seen, said = fmean([run.preemptions for run in runs]), prediction.preemptions
         text = f"Preemptions {name}: {said:.1f} predicted, {seen:.1f} measured; within 30 % or 3 is wanted."
         found.append((text, _met(abs(said - seen) <= max(3.0, 0.3 * seen))))
     return tuple(found)
 
 
 def speed_verdict(before: Sequence[float], after: Sequence[float]) -> tuple[str, Verdict]:
-    """Throughput after against before; not decided where runs with the same settings differ by more than that."""
+    """Throughput after against before, round by round: the two runs of a round follow each other on the same machine.
+
+    Met or missed where the mean ratio is so with 95 % confidence (Student's t), else not decided.
+    """
     kept = TARGETS["throughput"]
-    ratio = mean(after) / mean(before)
-    text = f"Output tokens per second: {ratio:.1%} of before on average; at least {kept:.0%} are wanted."
-    spread = max(max(runs) / min(runs) for runs in (before, after))
-    if spread > LARGEST_SPREAD:
-        other = (
-            f" Runs with the same settings differ by a factor of {spread:.1f}, so other work on the machine decided."
-        )
-        return text + other, "not decided"
-    return text, _met(ratio >= kept)
+    ratios = [new / old for old, new in zip(before, after, strict=True)]
+    ratio, margin = fmean(ratios), STUDENT_T[len(ratios) - 1] * stdev(ratios) / math.sqrt(len(ratios))
+    text = (
+        f"Output tokens per second: {ratio:.1%} of before, the mean of {len(ratios)} rounds "
+        f"({min(ratios):.1%} to {max(ratios):.1%}); at least {kept:.0%} are wanted"
+    )
+    if ratio - margin >= kept:
+        return f"{text}, and {ratio - margin:.1%} is the lower end of the 95 % confidence interval.", "met"
+    if ratio + margin < kept:
+        return f"{text}, and {ratio + margin:.1%} is the upper end of the 95 % confidence interval.", "missed"
+    low, high = ratio - margin, ratio + margin
+    return f"{text}, and the 95 % confidence interval is {low:.1%} to {high:.1%}.", "not decided"
+
+
+def rounds(text: str) -> int:
+    """So many that there is a spread, and no more than the table of t has."""
+    number = int(text)
+    if number - 1 not in STUDENT_T:
+        raise argparse.ArgumentTypeError(f"{number}: give 3 to {max(STUDENT_T) + 1}")
+    return number
 
 
 def _met(is_met: bool) -> Verdict:
@@ -295,7 +311,7 @@ pages show; mean, lowest and highest.
 {checked}
 
 Runs alternate between the two settings. In a closed loop the preemptions hardly depend on how fast the machine is; the
-throughput does.
+throughput does, so it is compared within each round.
 """
 
 
@@ -355,10 +371,6 @@ def row(name: str, run: Run) -> str:
 
 def quiet(_elapsed_seconds: float, _total_seconds: float) -> None:
     """A folder is read at once."""
-
-
-def mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
 
 
 def say(text: str) -> None:

@@ -99,9 +99,16 @@ def _with_budget(facts: EngineFacts, engine: EngineConfig, model: ModelSpec, fil
     except CapacityError as error:
         return replace(facts, budget_problem=f"by the budget vLLM would not have started: {error}")
     low = memory.low_bytes_per_rank
+
+    def budget_under(changes: Mapping[str, Any]) -> Budget:
+        changed = replace(engine, **changes)
+        available = kv_memory(changed, files, model).available_kv_cache_bytes_per_rank
+        return _predict(model, changed, available or ())
+
     return replace(
         facts,
         budget=budget,
+        budget_under=budget_under,
         budget_low_num_gpu_blocks=_predict(model, engine, low, check_fit=False).num_gpu_blocks if low else None,
     )
 

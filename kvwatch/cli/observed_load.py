@@ -12,9 +12,9 @@ from kvwatch.checks.check import EngineView
 from kvwatch.cli.engine_flags import engine_facts, given
 from kvwatch.cli.judge import read_sources
 from kvwatch.errors import NoData, SettingError
-from kvwatch.recommend import trial_of
 from kvwatch.settings_now import Assumption, Origin
 from kvwatch.simulation import Workload
+from kvwatch.study import trial_of
 from kvwatch.window import Window, windows
 from kvwatch.workload import offered_load
 

@@ -43,8 +43,15 @@ RECOMMENDED: Mapping[str, tuple[str, str]] = {
         "kvwatch_recommended_gateway_max_in_flight",
         "Proposed cap of requests in flight on this engine, set in the gateway.",
     ),
+    "gpu_memory_utilization": (
+        "kvwatch_recommended_gpu_memory_utilization_ratio",
+        "Proposed --gpu-memory-utilization.",
+    ),
+    "max_num_batched_tokens": ("kvwatch_recommended_max_num_batched_tokens", "Proposed --max-num-batched-tokens."),
+    "max_model_len": ("kvwatch_recommended_max_model_len", "Proposed --max-model-len."),
+    "replicas": ("kvwatch_recommended_replicas", "Proposed number of engines that serve this model."),
 }
-"""Setting of a Recommendation -> metric and help: every setting that is ever proposed."""
+"""Setting of a Recommendation -> metric and help: every setting that is ever proposed as a number."""
 
 EVIDENCE: Mapping[tuple[str, str], tuple[str, str]] = {
     ("capacity_below_budget", "budget_num_gpu_blocks"): (
