@@ -111,7 +111,10 @@ def duration(seconds: float) -> str:
 
 
 def stall_range_seconds(limits: Thresholds) -> float:
-    """Over which a stalled engine shows no token: twice the span, to hold two scrapes that are a minute apart."""
+    """Over which a stalled engine shows no token: twice the span, to hold two scrapes that are a minute apart.
+
+    Prometheus 3 does not count a scrape at the very beginning of a range, Prometheus 2 does.
+    """
     return 2 * limits.stall_seconds
 
 

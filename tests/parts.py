@@ -132,9 +132,9 @@ def alertmanager(folder: Path, config: str) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def prometheus(folder: Path, config: str) -> Iterator[str]:
-    """A real Prometheus with this prometheus.yml; gives its base address."""
-    program = binary("prometheus")
+def prometheus(folder: Path, config: str, *, path: str = "") -> Iterator[str]:
+    """A real Prometheus, the one on PATH or another, with this prometheus.yml; gives its base address."""
+    program = path or binary("prometheus")
     address = f"127.0.0.1:{free_port()}"
     file = folder / "prometheus.yml"
     file.write_text(config)

@@ -13,6 +13,7 @@ import click
 import pytest
 import yaml
 from parts import binary
+from prometheus_releases import Program
 
 from kvwatch.cli import cli
 from kvwatch.config import listen_address
@@ -151,8 +152,9 @@ def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
 
 
 @pytest.mark.real
-def test_prometheus_accepts_its_configuration() -> None:
-    run(binary("promtool"), "check", "config", "deploy/prometheus/scrape.yaml")
+def test_prometheus_accepts_its_configuration(promtool: Program) -> None:
+    done = promtool.run("check", "config", DEPLOY / "prometheus/scrape.yaml")
+    assert 0 == done.returncode, done.stderr
 
 
 @pytest.mark.real

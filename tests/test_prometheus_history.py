@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from http.server import BaseHTTPRequestHandler
 from itertools import pairwise
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 from click.testing import CliRunner
 from pages import CAPTURES, engine_page
 from parts import eventually, free_port, prometheus, victoria_metrics
+from prometheus_releases import found
 from servers import Answer, Replay, answer, server
 
 from kvwatch import vllm_metrics as vm
@@ -254,12 +256,16 @@ def test_without_the_extra_the_command_to_install_it_is_given(monkeypatch: pytes
 # Real servers --------------------------------------------------------------------------------------------------------
 
 Starter = Callable[[Path, str], AbstractContextManager[str]]
+STORES: dict[str, Starter] = {
+    **{str(program): partial(prometheus, path=program.path) for program in found("prometheus")},
+    "victoria-metrics": victoria_metrics,
+}
 
 
-@pytest.fixture(scope="module", params=[prometheus, victoria_metrics], ids=["prometheus", "victoria-metrics"])
+@pytest.fixture(scope="module", params=STORES)
 def store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A store that has scraped a whole replayed capture of the thrashing engine."""
-    start: Starter = request.param
+    start = STORES[request.param]
     replay = Replay(CAPTURES / "thrash", speed=6)
     with server({"/metrics": replay}) as engine:
         config = f"""

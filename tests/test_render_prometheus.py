@@ -1,10 +1,9 @@
-import subprocess
 from dataclasses import replace
 
 import pytest
 from goldens import golden
-from parts import binary
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_releases import Program
 from reports import AT_SECONDS, CHECKS, DOWN, FLEET, KEY, THRASHING, report_of
 
 from kvwatch import __version__
@@ -84,11 +83,6 @@ def test_names_are_unique_and_without_a_colon() -> None:
 
 
 @pytest.mark.real
-def test_promtool_has_nothing_to_say_about_the_metrics() -> None:
-    run = subprocess.run(
-        [binary("promtool"), "check", "metrics"],
-        input=exposition(FLEET, at_seconds=1.0),
-        capture_output=True,
-        check=False,
-    )
-    assert (run.returncode, run.stdout.decode(), run.stderr.decode()) == (0, "", "")
+def test_promtool_has_nothing_to_say_about_the_metrics(promtool: Program) -> None:
+    done = promtool.run("check", "metrics", given=exposition(FLEET, at_seconds=1.0).decode())
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

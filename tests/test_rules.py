@@ -15,6 +15,7 @@ import scenario_file
 import yaml
 from click.testing import CliRunner
 from parts import alertmanager, binary, eventually, get_json
+from prometheus_releases import Program
 
 from kvwatch import checks
 from kvwatch.checks.check import reported
@@ -72,13 +73,12 @@ def names(expr: str) -> set[str]:
 
 
 @pytest.mark.parametrize("kind", ["prometheus", "prometheusrule"])
-def test_promtool_finds_nothing_to_complain_about(kind: str, tmp_path: Path) -> None:
+def test_promtool_finds_nothing_to_complain_about(kind: str, promtool: Program, tmp_path: Path) -> None:
     text = CliRunner().invoke(command, ["rules", "--output", "-", "--format", kind]).stdout
     content = yaml.safe_load(text)
     file = tmp_path / "rules.yaml"
     file.write_text(yaml.safe_dump(content if kind == "prometheus" else content["spec"]))
-    check = [binary("promtool"), "check", "rules", "--lint=all", "--lint-fatal", str(file)]
-    done = subprocess.run(check, capture_output=True, text=True, check=False)
+    done = promtool.run("check", "rules", "--lint=all", "--lint-fatal", file)
     assert 0 == done.returncode, done.stdout + done.stderr
 
 
@@ -162,7 +162,7 @@ def test_what_an_agent_reports_is_compared_with_the_code_of_the_status() -> None
 # When they fire -----------------------------------------------------------------------------------------------------
 
 
-def run(folder: Path, group: dict[str, Any]) -> "subprocess.CompletedProcess[str]":
+def judged(promtool: Program, folder: Path, group: dict[str, Any]) -> "subprocess.CompletedProcess[str]":
     (folder / "rules.yaml").write_text(rules.to_yaml(RULES))
     test = {
         "rule_files": ["rules.yaml"],
@@ -170,9 +170,7 @@ def run(folder: Path, group: dict[str, Any]) -> "subprocess.CompletedProcess[str
         "group_eval_order": GROUPS,
         "tests": [{"interval": "15s", **group}],
     }
-    file = folder / "test.yaml"
-    file.write_text(yaml.safe_dump(test, sort_keys=False))
-    return subprocess.run([binary("promtool"), "test", "rules", file], capture_output=True, text=True, check=False)
+    return promtool.judge(folder, test)
 
 
 def fires(alert: str, minute: int, *severities: str) -> dict[str, Any]:
@@ -188,7 +186,7 @@ def series(**values: str) -> list[dict[str, str]]:
     return [{"series": f"vllm:{name}{labels}", "values": notation} for name, notation in values.items()]
 
 
-def test_an_alert_waits_until_its_condition_has_lasted(tmp_path: Path) -> None:
+def test_an_alert_waits_until_its_condition_has_lasted(promtool: Program, tmp_path: Path) -> None:
     group = {
         "input_series": series(kv_cache_usage_perc="0.99x120", num_requests_waiting="0x40 4x80"),
         # the queue starts after minute 10, fills the range of 5 minutes at 15, and holds for 5 more
@@ -197,31 +195,31 @@ def test_an_alert_waits_until_its_condition_has_lasted(tmp_path: Path) -> None:
             fires("VLLMKVCacheSaturated", 21, "warning"),
         ],
     }
-    done = run(tmp_path, group)
+    done = judged(promtool, tmp_path, group)
     assert 0 == done.returncode, done.stderr
 
 
-def test_a_queue_that_breaks_off_now_and_then_is_one_alert(tmp_path: Path) -> None:
+def test_a_queue_that_breaks_off_now_and_then_is_one_alert(promtool: Program, tmp_path: Path) -> None:
     queue = " ".join(["5x46 0"] * 7)  # every 12 minutes one scrape without a queue
     group = {
         "input_series": series(kv_cache_usage_perc="0.99x340", num_requests_waiting=queue),
         "promql_expr_test": [fires("VLLMKVCacheSaturated", minute, "warning") for minute in range(11, 80)],
     }
-    done = run(tmp_path, group)
+    done = judged(promtool, tmp_path, group)
     assert 0 == done.returncode, done.stderr
 
 
-def test_usage_that_swings_around_the_threshold_for_an_hour_never_alarms(tmp_path: Path) -> None:
+def test_usage_that_swings_around_the_threshold_for_an_hour_never_alarms(promtool: Program, tmp_path: Path) -> None:
     usage = " ".join(["0.97x11 0.92x11"] * 11)  # three minutes above, three below
     group = {
         "input_series": series(kv_cache_usage_perc=usage, num_requests_waiting="5x260"),
         "promql_expr_test": [fires("VLLMKVCacheSaturated", minute) for minute in range(65)],
     }
-    done = run(tmp_path, group)
+    done = judged(promtool, tmp_path, group)
     assert 0 == done.returncode, done.stderr
 
 
-def test_an_alert_ends_after_its_condition(tmp_path: Path) -> None:
+def test_an_alert_ends_after_its_condition(promtool: Program, tmp_path: Path) -> None:
     group = {
         "input_series": series(kv_cache_usage_perc="0.99x240", num_requests_waiting="4x80 0x160"),
         "promql_expr_test": [
@@ -230,11 +228,13 @@ def test_an_alert_ends_after_its_condition(tmp_path: Path) -> None:
             fires("VLLMKVCacheSaturated", 37),
         ],
     }
-    done = run(tmp_path, group)
+    done = judged(promtool, tmp_path, group)
     assert 0 == done.returncode, done.stderr
 
 
-def test_a_live_target_that_lost_its_metrics_is_missing_and_one_that_is_gone_is_not(tmp_path: Path) -> None:
+def test_a_live_target_that_lost_its_metrics_is_missing_and_one_that_is_gone_is_not(
+    promtool: Program, tmp_path: Path
+) -> None:
     def engine(instance: str, usage: str) -> list[dict[str, str]]:
         labels = f'{{engine="0",instance="{instance}",job="vllm",model_name="m"}}'
         present = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_preemptions_total")
@@ -260,11 +260,11 @@ def test_a_live_target_that_lost_its_metrics_is_missing_and_one_that_is_gone_is_
             }
         ],
     }
-    done = run(tmp_path, group)
+    done = judged(promtool, tmp_path, group)
     assert 0 == done.returncode, done.stderr
 
 
-def test_a_prometheus_without_any_engine_says_so(tmp_path: Path) -> None:
+def test_a_prometheus_without_any_engine_says_so(promtool: Program, tmp_path: Path) -> None:
     group = {
         "input_series": [{"series": 'up{instance="a",job="node"}', "values": "1x80"}],
         "alert_rule_test": [
@@ -284,11 +284,11 @@ def test_a_prometheus_without_any_engine_says_so(tmp_path: Path) -> None:
             }
         ],
     }
-    done = run(tmp_path, group)
+    done = judged(promtool, tmp_path, group)
     assert 0 == done.returncode, done.stderr
 
 
-def test_what_the_agent_reports_fires(tmp_path: Path) -> None:
+def test_what_the_agent_reports_fires(promtool: Program, tmp_path: Path) -> None:
     labels = 'engine="0",instance="pod-1:9109",job="kvwatch",model_name="m"'
     status = {"concurrency_oversubscribed": 1, "context_exceeds_capacity": 2, "requests_queueing": 1}
     group = {
@@ -308,18 +308,18 @@ def test_what_the_agent_reports_fires(tmp_path: Path) -> None:
             fires("VLLMRequestsQueueing", 10),  # Prometheus judges that itself, from vLLM's metrics
         ],
     }
-    done = run(tmp_path, group)
+    done = judged(promtool, tmp_path, group)
     assert 0 == done.returncode, done.stderr
 
 
 @pytest.mark.parametrize("ratio", ["-0.04", "0.3"])
-def test_a_pool_near_or_above_its_budget_is_silent(ratio: str, tmp_path: Path) -> None:
+def test_a_pool_near_or_above_its_budget_is_silent(ratio: str, promtool: Program, tmp_path: Path) -> None:
     labels = '{engine="0",instance="pod-1:9109",job="kvwatch",model_name="m"}'
     group = {
         "input_series": [{"series": f"kvwatch_capacity_deviation_ratio{labels}", "values": f"{ratio}x60"}],
         "promql_expr_test": [fires("VLLMCapacityBelowBudget", 10)],
     }
-    done = run(tmp_path, group)
+    done = judged(promtool, tmp_path, group)
     assert 0 == done.returncode, done.stderr
 
 
@@ -335,7 +335,7 @@ INCOMPLETE = {  # pages of other servers, of a server without requests yet, and 
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_the_rules_evaluate_on_a_real_page(name: str, tmp_path: Path) -> None:
+def test_the_rules_evaluate_on_a_real_page(name: str, promtool: Program, tmp_path: Path) -> None:
     """A rule that gives one series twice is an error of its evaluation, which fails the test."""
     constant = {}
     for sample in read_samples(PAGES[name].read_text()):
@@ -346,7 +346,7 @@ def test_the_rules_evaluate_on_a_real_page(name: str, tmp_path: Path) -> None:
         "input_series": [{"series": series, "values": values} for series, values in constant.items()],
         "promql_expr_test": [fires("VLLMMetricsMissing", 12, *(["warning"] if name in INCOMPLETE else []))],
     }
-    done = run(tmp_path, group)
+    done = judged(promtool, tmp_path, group)
     assert 0 == done.returncode, done.stderr
 
 
@@ -372,7 +372,7 @@ SUMMARIES = {
 
 
 @pytest.mark.parametrize("name", SUMMARIES)
-def test_a_summary_says_which_engine_and_how_much(name: str, tmp_path: Path) -> None:
+def test_a_summary_says_which_engine_and_how_much(name: str, promtool: Program, tmp_path: Path) -> None:
     alert, summary = SUMMARIES[name]
     scenario = scenario_file.load(scenario_file.FOLDER / f"{name}.yaml")
     check = next(check for check in checks.ALL if check.alert_name == alert)
@@ -395,7 +395,7 @@ def test_a_summary_says_which_engine_and_how_much(name: str, tmp_path: Path) -> 
             }
         ],
     }
-    done = run(tmp_path, group)
+    done = judged(promtool, tmp_path, group)
     assert 0 == done.returncode, done.stderr
 
 

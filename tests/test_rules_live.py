@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 from parts import alertmanager, eventually, get_json, prometheus, serving, victoria_metrics, webhook
+from prometheus_releases import Program, found
 
 from kvwatch.generate import rules
 from kvwatch.thresholds import DEFAULTS
@@ -40,7 +41,10 @@ def replay(pages: Iterator[bytes]) -> type[BaseHTTPRequestHandler]:
     return Handler
 
 
-def test_a_thrashing_engine_reaches_the_receiver_through_prometheus_and_alertmanager(tmp_path: Path) -> None:
+@pytest.mark.parametrize("server", found("prometheus"), ids=str)
+def test_a_thrashing_engine_reaches_the_receiver_through_prometheus_and_alertmanager(
+    server: Program, tmp_path: Path
+) -> None:
     (tmp_path / "rules.yaml").write_text(rules.to_yaml(rules.rule_file(QUICK)))
     pages = iter([page.read_bytes() for page in sorted(THRASH.glob("*.prom"))])
     with webhook() as received, serving(replay(pages)) as engine:
@@ -53,7 +57,7 @@ def test_a_thrashing_engine_reaches_the_receiver_through_prometheus_and_alertman
                 "scrape_configs": [{"job_name": "vllm", "static_configs": [_target(engine)]}],
                 "alerting": {"alertmanagers": [{"static_configs": [_target(manager)]}]},
             }
-            with prometheus(tmp_path, yaml.safe_dump(config)) as url:
+            with prometheus(tmp_path, yaml.safe_dump(config), path=server.path) as url:
                 alert = eventually(lambda: _critical(received.alerts("firing")), within_seconds=60)[0]
                 assert "VLLMPreemptionsSustained" == alert["labels"]["alertname"]
                 assert "preemptions_sustained" == alert["labels"]["check"]

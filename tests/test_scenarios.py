@@ -1,15 +1,12 @@
 """Every scenario judged twice: by the checks and, through promtool, by the alert rules."""
 
 import json
-import subprocess
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import scenario_file
-import yaml
-from parts import binary
+from prometheus_releases import Program
 from scenario_file import FIRING, Scenario
 
 from kvwatch import checks
@@ -20,13 +17,6 @@ from kvwatch.thresholds import DEFAULTS, Thresholds
 
 SCENARIOS = {scenario.name: scenario for scenario in scenario_file.load_all()}
 GROUPS = (rules.RECORDING_GROUP, rules.ALERT_GROUP)
-
-
-def promtool(folder: Path, test: dict[str, Any]) -> "subprocess.CompletedProcess[str]":
-    program = binary("promtool")
-    file = folder / "test.yaml"
-    file.write_text(yaml.safe_dump(test, sort_keys=False))
-    return subprocess.run([program, "test", "rules", file], capture_output=True, text=True, check=False)
 
 
 def rule_file(folder: Path, limits: Thresholds = DEFAULTS) -> Path:
@@ -53,9 +43,27 @@ def test_the_checks_find_what_a_scenario_expects(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_the_alerts_that_fire_are_those_a_scenario_expects(name: str, tmp_path: Path) -> None:
+def test_the_alerts_that_fire_are_those_a_scenario_expects(name: str, promtool: Program, tmp_path: Path) -> None:
     scenario = SCENARIOS[name]
-    done = promtool(tmp_path, scenario_file.promtool_test(scenario, rule_file(tmp_path), GROUPS))
+    done = promtool.judge(tmp_path, scenario_file.promtool_test(scenario, rule_file(tmp_path), GROUPS))
+    assert 0 == done.returncode, done.stderr
+
+
+def once_a_minute(scenario: Scenario) -> Scenario:
+    """The same course, scraped every 60 s: the shortest range, of a stalled engine, then holds two samples."""
+    every = 60 // scenario.interval_seconds
+    series = {
+        name: " ".join("_" if value is None else repr(value) for value in scenario_file.expand(notation)[::every])
+        for name, notation in scenario.series.items()
+    }
+    return replace(scenario, interval_seconds=60, series=series)
+
+
+@pytest.mark.parametrize("name", ["full_and_queueing", "many_preemptions", "worker_hangs"])
+def test_an_engine_scraped_once_a_minute_is_judged_the_same(name: str, promtool: Program, tmp_path: Path) -> None:
+    scenario = once_a_minute(SCENARIOS[name])
+    assert [] == disagreements(scenario)
+    done = promtool.judge(tmp_path, scenario_file.promtool_test(scenario, rule_file(tmp_path), GROUPS))
     assert 0 == done.returncode, done.stderr
 
 
@@ -129,10 +137,10 @@ def test_a_changed_threshold_is_noticed_by_the_checks(mutation: Mutation) -> Non
 
 
 @pytest.mark.parametrize("mutation", [m for m in MUTATIONS if m.promql], ids=str)
-def test_a_changed_threshold_is_noticed_by_the_alerts(mutation: Mutation, tmp_path: Path) -> None:
+def test_a_changed_threshold_is_noticed_by_the_alerts(mutation: Mutation, promtool: Program, tmp_path: Path) -> None:
     changed = replace(DEFAULTS, **mutation.change)  # type: ignore[arg-type]
     test = scenario_file.promtool_test(SCENARIOS[mutation.scenario], rule_file(tmp_path, changed), GROUPS)
-    done = promtool(tmp_path, test)
+    done = promtool.judge(tmp_path, test)
     assert 1 == done.returncode
     assert "FAILED" in done.stderr
 
@@ -168,7 +176,9 @@ def recorded(name: str) -> Scenario:
         ("thrash", {"preemptions_sustained", "kv_cache_saturated", "requests_queueing"}),
     ],
 )
-def test_a_recorded_engine_is_judged_alike_by_both(name: str, alarms: set[str], tmp_path: Path) -> None:
+def test_a_recorded_engine_is_judged_alike_by_both(
+    name: str, alarms: set[str], promtool: Program, tmp_path: Path
+) -> None:
     scenario = recorded(name)
     (found,) = scenario_file.findings(scenario, SHORT).values()
     assert alarms == {finding.check for finding in found if finding.status in FIRING} - {"concurrency_oversubscribed"}
@@ -177,7 +187,7 @@ def test_a_recorded_engine_is_judged_alike_by_both(name: str, alarms: set[str], 
     test["evaluation_interval"] = "2s"
     query = {"expr": 'group by (check) (ALERTS{alertstate="firing"})', "eval_time": "38s", "exp_samples": expected}
     test["tests"][0]["promql_expr_test"] = [query]
-    done = promtool(tmp_path, test)
+    done = promtool.judge(tmp_path, test)
     assert 0 == done.returncode, done.stderr
 
 
@@ -219,7 +229,7 @@ def test_a_scenario_names_only_checks_and_statuses_that_exist() -> None:
     ],
 )
 def test_the_notation_means_what_promtool_takes_it_for(
-    notation: str, values: list[float | None], tmp_path: Path
+    notation: str, values: list[float | None], promtool: Program, tmp_path: Path
 ) -> None:
     assert values == scenario_file.expand(notation)
     present = [(step, value) for step, value in enumerate(values) if value is not None]
@@ -242,5 +252,5 @@ def test_the_notation_means_what_promtool_takes_it_for(
         "input_series": [{"series": "x", "values": notation}],
         "promql_expr_test": [*samples, count],
     }
-    done = promtool(tmp_path, {"rule_files": [], "tests": [group]})
+    done = promtool.judge(tmp_path, {"rule_files": [], "tests": [group]})
     assert 0 == done.returncode, done.stderr

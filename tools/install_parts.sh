@@ -4,7 +4,8 @@
 # usage: tools/install_parts.sh
 #
 # Prometheus, Alertmanager, VictoriaMetrics and Chromium come from Debian, vLLM and the tiny model from install_vllm.sh.
-# The tests start them on free ports of 127.0.0.1; a service that Debian starts on its own is not used.
+# The tests start them on free ports of 127.0.0.1; a service that Debian starts on its own is not used. A second
+# Prometheus, of a release >= 3, is fetched where it can be had (fetch_prometheus_3.sh).
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 
@@ -28,5 +29,7 @@ if ((${#missing[@]})); then
   apt-get update -qq
   apt-get install -qq -y --no-install-recommends "${missing[@]}" >/dev/null
 fi
+
+"$here/fetch_prometheus_3.sh" || true # it said why; the tests run with the one on PATH
 
 "$here/install_vllm.sh"

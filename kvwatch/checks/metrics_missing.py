@@ -16,6 +16,8 @@ silence does not mean health.
 - `kvwatch check URL` names the missing metrics.
 - `curl -s URL/metrics | grep -E '^(ray_)?vllm[:_]'` shows what the server exports under which prefix.
 - In Prometheus, `absent(vllm:kv_cache_usage_perc)` and `up` tell a missing series from a target that is down.
+- A `scrape_interval` longer than half of the 5 minutes that a rate looks back gives it too few scrapes: preemptions
+  then count as missing although the page has them.
 
 ## Mitigation
 
