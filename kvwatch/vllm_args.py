@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from kvwatch.errors import SettingError
+from kvwatch.errors import SettingError, shown
 from kvwatch.versions import parse_version
 
 FlagKind = Literal["count", "length", "bytes", "share", "gigabytes", "text", "version", "switch", "list", "whole"]
@@ -188,8 +188,17 @@ def _switch(text: str) -> bool:
     return known[text.strip().lower()]
 
 
+def _word(text: str) -> str:
+    if not text.strip():
+        raise ValueError(text)
+    return text.strip()
+
+
 def _list(text: str) -> tuple[str, ...]:
-    return tuple(part.strip() for part in re.split(r"[,\s]+", text) if part.strip())
+    parts = tuple(part.strip() for part in re.split(r"[,\s]+", text) if part.strip())
+    if not parts:
+        raise ValueError(text)
+    return parts
 
 
 _READERS: dict[FlagKind, tuple[Callable[[str], Any], str]] = {
@@ -198,7 +207,7 @@ _READERS: dict[FlagKind, tuple[Callable[[str], Any], str]] = {
     "bytes": (whole_number, "a number of bytes (34359738368, 32G, 32GiB)"),
     "share": (_share, "a share between 0 and 1"),
     "gigabytes": (_gigabytes, "a number of GiB"),
-    "text": (str.strip, "a word"),
+    "text": (_word, "a word"),
     "version": (parse_version, "a version"),
     "switch": (_switch, "true or false"),
     "list": (_list, "a list"),
@@ -269,12 +278,12 @@ def parse_words(words: list[str]) -> CommandLine:
         if not word.startswith("-") or word == "-":
             if model is not None:
                 ignored.append(word)
-            model = model or word
+            model = model or _model(word)
             continue
         name, equals, inline = word.partition("=")
         name = _normal(name)
         if name == "--model":
-            model = inline if equals else _take(rest, name)
+            model = _model(inline if equals else _take(rest, name))
             continue
         if name == "--no-" or _special(name, inline if equals else None, rest, fields):
             continue
@@ -314,6 +323,12 @@ def _take(rest: list[str], name: str) -> str:
     return rest.pop(0)
 
 
+def _model(text: str) -> str:
+    if not text.strip():
+        raise SettingError(f"the model of the vLLM arguments is {text!r}; is a variable not set where they come from?")
+    return text
+
+
 def _find(name: str) -> tuple[Flag | None, bool]:
     if name in _BY_OPTION:
         return _BY_OPTION[name], False
@@ -338,7 +353,7 @@ def _set(flag: Flag, *, negated: bool, inline: str | None, rest: list[str], fiel
         values = []
         while rest and not rest[0].startswith("-"):
             values.append(rest.pop(0))
-        fields[flag.field] = tuple(values)
+        fields[flag.field] = value_of(flag, " ".join(values))
         return
     fields[flag.field] = value_of(flag, _take(rest, flag.option) if inline is None else inline)
 
@@ -371,11 +386,11 @@ def _object(name: str, text: str) -> dict[str, Any]:
 
     try:
         found = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
         raise SettingError(
-            f"{name} is {text!r}, but takes a JSON object; check that the shell quotes survived the copy"
+            f"{name} is {shown(text)}, but takes a JSON object; check that the shell quotes survived the copy"
         )
     return found
 

@@ -48,7 +48,8 @@ SHELLS = """
     files config sources sources.capture sources.scrape sources.prometheus_session sources.prometheus sources.gather
     sources.model_files sources.workload_files lint_files
     sinks sinks.alertmanager server adviser agent plugin demo
-    cli.output cli cli.options cli.vllm_flags cli.kv_memory cli.engine_flags cli.judge cli.observed_load cli.* __main__
+    cli.output cli.not_empty cli cli.options cli.vllm_flags cli.kv_memory cli.engine_flags cli.judge cli.observed_load
+    cli.* __main__
 """
 PURE = (LIVE, BUDGET, WHAT_IF, JUDGEMENT, PRESENTATION)
 LAYERS = tuple(chain.from_iterable(part.split() for part in (*PURE, SHELLS)))

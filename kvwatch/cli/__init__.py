@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from kvwatch import __version__
+from kvwatch.cli.not_empty import TEXT
 from kvwatch.cli.output import discard, open_what_is_closed
 from kvwatch.errors import KvwatchError, printable
 
@@ -42,6 +43,7 @@ class LazyGroup(click.Group):
         if not isinstance(command, click.Command):
             return None
         _name_variables(command, cmd_name)
+        _refuse_empty_text(command)
         return command
 
     def format_commands(self, _ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -70,6 +72,14 @@ def cli() -> None:
     stdout is the result, stderr is talk. Exit code 0: clean, 1: found something, 2: broken.
     Every option can be given as an environment variable, for example KVWATCH_CHECK_WINDOW=30s.
     """
+
+
+def _refuse_empty_text(command: click.Command) -> None:
+    """Options without a type of their own take text that is not empty. A SOURCE says for itself what it takes."""
+    for child in (command, *getattr(command, "commands", {}).values()):
+        for option in child.params:
+            if isinstance(option, click.Option) and option.type is click.STRING:
+                option.type = TEXT
 
 
 def _name_variables(command: click.Command, name: str) -> None:

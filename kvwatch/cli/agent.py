@@ -13,6 +13,7 @@ import click
 from kvwatch.agent import Agent
 from kvwatch.capacity import EngineFacts
 from kvwatch.cli.engine_flags import Given, engine_facts, engine_flags, given
+from kvwatch.cli.not_empty import PathName
 from kvwatch.cli.options import DURATION, HEADER, headers_from
 from kvwatch.cli.vllm_flags import EngineCommand
 from kvwatch.config import Config, OptionKind, listen_address, read_config
@@ -56,7 +57,7 @@ def _converter(ctx: click.Context, param: click.Option) -> Callable[[Any], Any]:
 @click.command("agent", cls=EngineCommand)
 @click.option(
     "--config",
-    type=click.Path(path_type=Path),
+    type=PathName(path_type=Path),
     is_eager=True,
     expose_value=False,
     callback=_use_file,

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from kvwatch.cli.not_empty import PathName
 from kvwatch.errors import SourceError
 from kvwatch.files import bounded_text
 from kvwatch.lint import Expression, Fault, judge
@@ -21,7 +22,7 @@ SUFFIXES = (".json", ".yaml", ".yml")
 
 
 @click.command("lint")
-@click.argument("files", nargs=-1, required=True, metavar="FILE...", type=click.Path(path_type=Path))
+@click.argument("files", nargs=-1, required=True, metavar="FILE...", type=PathName(path_type=Path))
 @click.option("--vllm-version", metavar="X.Y.Z", help="The version that runs; the newest known without it.")
 @click.option("--output", "-o", type=click.Choice(("text", "json")), default="text", show_default=True, help="Format.")
 @click.pass_context

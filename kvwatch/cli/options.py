@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from kvwatch.cli.not_empty import Text
 from kvwatch.errors import SettingError, shown
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h)?")
@@ -40,7 +41,7 @@ _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")  # RFC 9110, section 5
 _HEADER_VALUE = re.compile(r"[\t\x20-\x7e\xa0-\xff]*")
 
 
-class HeaderText(click.types.StringParamType):
+class HeaderText(Text):
     """`Name: value`. In the environment, one header a line: a value may hold spaces."""
 
     name = "header"

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import click
 
+from kvwatch.cli.not_empty import PathName
 from kvwatch.cli.options import DURATION, HEADER, Progress, headers_from
 from kvwatch.errors import KvwatchError, SettingError, SourceError, printable
 from kvwatch.exposition import decode, read_samples
@@ -16,7 +17,7 @@ from kvwatch.sources.scrape import Page, Scraper
 
 @click.command("record")
 @click.argument("source")
-@click.option("--output", "-o", "folder", type=click.Path(path_type=Path), required=True, help="Folder for the pages.")
+@click.option("--output", "-o", "folder", type=PathName(path_type=Path), required=True, help="Folder for the pages.")
 @click.option("--interval", type=DURATION, default="2s", show_default=True, help="Time between two pages.")
 @click.option("--duration", type=DURATION, default="5m", show_default=True, help="How long to record.")
 @click.option(

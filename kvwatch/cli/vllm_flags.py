@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
+from kvwatch.cli.not_empty import PathName
 from kvwatch.errors import SettingError, SourceError
 from kvwatch.files import bounded_text
 from kvwatch.versions import parse_version
@@ -126,7 +127,7 @@ def engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
         _about_engine("--vllm-args", metavar="'...'", help="A whole vllm serve command line, as in a pod spec."),
         _about_engine(
             "--vllm-args-file",
-            type=click.Path(dir_okay=False, allow_dash=True),
+            type=PathName(dir_okay=False, allow_dash=True),
             metavar="FILE",
             help="A file with such a command line; - is standard input.",
         ),
