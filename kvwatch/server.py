@@ -8,7 +8,6 @@ not shown as current: /readyz and /api/v1/report answer 503, /metrics keeps only
 says so. There is no login: the default is to listen on 127.0.0.1 only.
 """
 
-import errno
 import io
 import json
 import logging
@@ -32,6 +31,7 @@ from kvwatch.report import Report
 
 REQUEST_SECONDS = 5.0
 MAX_REQUEST_BYTES = 64 * 1024
+MAX_DISCARDED_BYTES = 1024 * 1024  # of a request that was refused already
 MAX_CONCURRENT_REQUESTS = 32
 ROUNDS_UNTIL_STALE = 3
 _LOG = logging.getLogger(__name__)
@@ -145,7 +145,22 @@ class Handler(BaseHTTPRequestHandler):
         super().setup()
         self.connection.settimeout(REQUEST_SECONDS)  # for the answer: sendall keeps it as a total
         self.rfile.close()
-        self.rfile = io.BufferedReader(_WholeRequest(self.connection, REQUEST_SECONDS))
+        self._arriving = _WholeRequest(self.connection, REQUEST_SECONDS)
+        self.rfile = io.BufferedReader(self._arriving)
+        self.raw_requestline, self.requestline, self.request_version, self.command = b"", "", "", ""
+        self._is_refused = False
+
+    def handle_one_request(self) -> None:
+        try:
+            super().handle_one_request()
+        except _TooLargeError:
+            is_line = not self.raw_requestline
+            self.send_error(HTTPStatus.REQUEST_URI_TOO_LONG if is_line else HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
+
+    def finish(self) -> None:
+        if self._is_refused:
+            self._arriving.discard_rest()
+        super().finish()
 
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
@@ -171,6 +186,7 @@ class Handler(BaseHTTPRequestHandler):
         """Errors in JSON, those that http.server raises for malformed requests included."""
         status = HTTPStatus(code)
         self.close_connection = True
+        self._is_refused = status != HTTPStatus.NOT_FOUND
         self._answer(_json(status, {"error": message or status.phrase}))
 
     def _answer(self, answer: Answer) -> None:
@@ -189,6 +205,10 @@ class Handler(BaseHTTPRequestHandler):
         """Requests are not logged: probes and scrapes would bury what matters."""
 
 
+class _TooLargeError(OSError):
+    """A request of more than MAX_REQUEST_BYTES."""
+
+
 class _WholeRequest(io.RawIOBase):
     """Reads a socket until a moment and a size: neither a slow nor an endless request can hold its thread."""
 
@@ -205,7 +225,7 @@ class _WholeRequest(io.RawIOBase):
         if left <= 0:
             raise TimeoutError("the request did not arrive in time")
         if self._left_bytes <= 0:
-            raise OSError(errno.EMSGSIZE, "the request is too large")
+            raise _TooLargeError("the request is too large")
         self._connection.settimeout(left)
         try:
             size = self._connection.recv_into(buffer, min(len(buffer), self._left_bytes))
@@ -213,6 +233,17 @@ class _WholeRequest(io.RawIOBase):
             self._connection.settimeout(REQUEST_SECONDS)
         self._left_bytes -= size
         return size
+
+    def discard_rest(self) -> None:
+        """Take what still comes: closing with bytes unread resets the connection, and with it the answer."""
+        self._left_bytes = MAX_DISCARDED_BYTES
+        buffer = bytearray(64 * 1024)
+        try:
+            self._connection.shutdown(socket.SHUT_WR)
+            while self.readinto(buffer):
+                continue
+        except OSError as error:
+            _LOG.debug("a refused request did not end: %s", error)
 
 
 class Server(ThreadingHTTPServer):

@@ -157,6 +157,51 @@ def test_an_endless_request_is_cut_off(served: Serving) -> None:
     assert served.ask("/healthz")[0] == 200
 
 
+LONG_HEADERS = b"".join(b"X-%d: %s\r\n" % (number, b"x" * 1000) for number in range(90))
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "status"),
+    [
+        (b"GET /" + b"x" * 60_000 + b" HTTP/1.0\r\n\r\n", 404),
+        (b"GET /" + b"x" * (64 * 1024 - 4) + b"\r\n\r\n", 414),
+        (b"GET /" + b"x" * 70_000 + b" HTTP/1.0\r\n\r\n", 414),
+        (b"GET /" + b"x" * 500_000 + b" HTTP/1.0\r\n\r\n", 414),
+        (b"x" * 500_000, 414),
+        (b"GET / HTTP/1.0\r\n" + LONG_HEADERS + b"\r\n", 431),
+        (b"GET / HTTP/1.0\r\nX: " + b"x" * 500_000 + b"\r\n\r\n", 431),
+        (b"GET / HTTP/1.0\r\n" + b"X: x\r\n" * 200 + b"\r\n", 431),
+        (b"POST / HTTP/1.0\r\nContent-Length: 500000\r\n\r\n" + b"x" * 500_000, 405),
+        (b"BREW / HTTP/1.0\r\nContent-Length: 500000\r\n\r\n" + b"x" * 500_000, 501),
+    ],
+    ids=["just-fits", "a-byte-too-long", "long-line", "very-long-line", "no-line", "headers", "header", "200-headers",
+         "body", "body-of-no-method"],
+)  # fmt: skip
+def test_what_is_refused_is_answered_though_the_client_still_sends(
+    served: Serving, request_bytes: bytes, status: int
+) -> None:
+    with served.connect() as client:
+        client.sendall(request_bytes)
+        answer = client.makefile("rb").read()
+    assert answer.startswith(b"HTTP/1.0 %d " % status)
+    assert b'{"error": ' in answer
+
+
+def test_a_client_that_never_stops_sending_is_let_go(served: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "REQUEST_SECONDS", 0.5)
+    with served.connect() as client:
+        eventually(lambda: _cannot_send(client, b"x" * 65536), within_seconds=20, every_seconds=0)
+    assert served.ask("/healthz")[0] == 200
+
+
+def _cannot_send(client: socket.socket, some: bytes) -> bool:
+    try:
+        client.sendall(some)
+    except OSError:
+        return True
+    return False
+
+
 def test_a_client_that_sends_a_byte_now_and_then_is_cut_off(served: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "REQUEST_SECONDS", 0.3)
     with served.connect() as client:
