@@ -8,6 +8,7 @@ continued from where they stood, so that rates over any span are those of the re
 
 import io
 import socketserver
+import sys
 import tarfile
 import threading
 import time
@@ -18,6 +19,7 @@ from fractions import Fraction
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
+from typing import Any
 
 from kvwatch.exposition import read_samples
 from kvwatch.vllm_metrics import PREEMPTIONS
@@ -185,6 +187,11 @@ class RecordedEngine(ThreadingHTTPServer):
     def stop(self) -> None:
         self.shutdown()
         self.server_close()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that hangs up is no event, and the demo has its own output."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handle_error(request, client_address)
 
     def server_bind(self) -> None:
         """Bind without the look-up of this host's name that HTTPServer makes."""

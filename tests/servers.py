@@ -81,6 +81,7 @@ def raw_server(speak: Callable[[socket.socket], None]) -> Iterator[str]:
         daemon_threads = True
         block_on_close = False
         allow_reuse_address = True
+        request_queue_size = 64
 
     with Server(("127.0.0.1", 0), Handler) as made:
         thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)

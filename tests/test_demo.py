@@ -3,10 +3,14 @@ import os
 import re
 import shlex
 import signal
+import socket
+import struct
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 from parts import answers, eventually, get, get_json
@@ -131,6 +135,16 @@ def test_it_answers_as_a_vllm_server_does(engine: RecordedEngine) -> None:
     assert get_json(f"{engine.url}/version") == {"version": "0.32.0"}
     assert get_json(f"{engine.url}/v1/models")["data"][0]["max_model_len"] == 4096
     assert get(f"{engine.url}/health") == ""
+
+
+def test_a_client_that_hangs_up_is_no_event(engine: RecordedEngine, capfd: pytest.CaptureFixture[str]) -> None:
+    parts = urlsplit(engine.url)
+    for _ in range(20):
+        with socket.create_connection((parts.hostname or "", parts.port or 0), timeout=10) as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closing resets it
+            client.sendall(b"GET /metr")
+    eventually(lambda: not any("process_request" in thread.name for thread in threading.enumerate()))
+    assert capfd.readouterr().err == ""
 
 
 def test_the_command_it_names_is_one_that_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
