@@ -6,13 +6,14 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
+import pytest
 from fake_engine import FakeEngine
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvwatch.budget import Budget, predict
 from kvwatch.capacity import EngineFacts
-from kvwatch.capacity_changes import MOST_REPLICAS, _dealt
+from kvwatch.capacity_changes import MOST_REPLICAS, CapacityChange, _dealt, needed_change
 from kvwatch.engine import Device, EngineConfig
 from kvwatch.errors import SettingError
 from kvwatch.gpu import find_gpu
@@ -20,8 +21,10 @@ from kvwatch.model import read_model
 from kvwatch.proposal import SettingOption
 from kvwatch.report import EngineReport, report
 from kvwatch.simulation import CostModel, Request, SchedulerSettings
+from kvwatch.simulator import simulate
 from kvwatch.sources.model_files import load_model
 from kvwatch.what_fits import predictor
+from kvwatch.what_if import Tried
 from kvwatch.window import Window
 
 FILES = load_model("llama-3.1-8b")
@@ -244,3 +247,75 @@ def test_without_a_model_replicas_are_what_is_left() -> None:
     engine = asked("hard", EngineFacts(vllm_version="0.32.0"))
     (made,) = [made for made in engine.recommendations if made.setting == "replicas"]
     assert (made.flag, made.current, made.apply) == (None, 1, "now")
+
+
+# Which one is needed, by its figures ---------------------------------------------------------------------------------
+
+RUN = simulate(POOL, COST, tuple(of_lengths(600, 1200)[:50]), 4)  # the rest of a result, which is not looked at
+
+
+def tried(preemptions: int, *, tokens_per_second: float = 1000.0, ttft_p99_seconds: float = 4.0) -> Tried:
+    """100 requests, so many preemptions."""
+    tokens = round(tokens_per_second * 100)
+    run = replace(RUN, requests=100, preemptions=preemptions, output_tokens=tokens, makespan_seconds=100.0)
+    return Tried(settings=POOL, in_flight=None, runs=(replace(run, ttft_p99_seconds=ttft_p99_seconds),))
+
+
+def change(setting: str, result: Tried) -> CapacityChange:
+    return CapacityChange(setting=setting, current=1, proposed=2, apply="restart", tried=result)
+
+
+def needed(
+    *changes: CapacityChange, best: Tried, is_preempting: bool = True, may_refuse: bool = False, is_timed: bool = True
+) -> str | None:
+    found = needed_change(
+        changes,
+        now=tried(90),
+        best=best,
+        harm_per_request=0.10,
+        is_preempting=is_preempting,
+        may_refuse=may_refuse,
+        is_timed=is_timed,
+    )
+    return found.setting if found else None
+
+
+@pytest.mark.parametrize(("left", "setting"), [(10, None), (18, None), (19, "kv_cache_dtype")])
+def test_flags_that_leave_a_fifth_of_the_preemptions_are_enough(left: int, setting: str | None) -> None:
+    assert needed(change("kv_cache_dtype", tried(0)), best=tried(left)) == setting
+
+
+def test_the_first_change_that_does_it_is_taken() -> None:
+    changes = (
+        change("gpu_memory_utilization", tried(40)),
+        change("kv_cache_dtype", tried(18)),
+        change("replicas", tried(0)),
+    )
+    assert needed(*changes, best=tried(50)) == "kv_cache_dtype"
+
+
+def test_requests_are_refused_only_where_long_ones_are_the_trouble() -> None:
+    changes = (change("max_model_len", tried(0)), change("replicas", tried(0)))
+    assert needed(*changes, best=tried(50)) == "replicas"
+    assert needed(*changes, best=tried(50), may_refuse=True) == "max_model_len"
+
+
+def test_nothing_is_proposed_where_nothing_ends_it() -> None:
+    assert needed(change("replicas", tried(40)), best=tried(50)) is None
+
+
+@pytest.mark.parametrize(
+    ("tokens_per_second", "ttft_p99_seconds", "is_timed", "setting"),
+    [
+        (1100.0, 4.0, False, "replicas"),
+        (1099.0, 4.0, False, None),
+        (1000.0, 2.0, True, "replicas"),
+        (1000.0, 2.1, True, None),
+        (1000.0, 0.1, False, None),
+    ],
+)
+def test_a_queue_without_preemptions_is_ended_by_speed_or_by_early_first_tokens(
+    tokens_per_second: float, ttft_p99_seconds: float, is_timed: bool, setting: str | None
+) -> None:
+    result = tried(0, tokens_per_second=tokens_per_second, ttft_p99_seconds=ttft_p99_seconds)
+    assert needed(change("replicas", result), best=tried(0), is_preempting=False, is_timed=is_timed) == setting
