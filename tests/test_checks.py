@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pages import EXPOSITION, capture, engine_page, read, window_of
 
@@ -295,6 +295,9 @@ values = st.sampled_from(["0", "1", "0.99", "-1", "NaN", "+Inf", "1e308", "1e-32
 
 
 @given(st.lists(st.lists(values, min_size=8, max_size=8), min_size=1, max_size=4))
+@example([["0", "0", "0", "0", "0", "1e308", "1", "1"]])  # overflowed a footprint's sum of lengths, and its variance
+@example([["0"] * 8, ["0", "0", "0", "0", "0", "1e308", "1", "1"]])
+@example([["1e308", "1e308", "1", "0", "0", "0", "1", "1"]])  # made the pool's demand infinite
 @settings(max_examples=60)
 def test_whatever_the_values_are_every_check_answers(pages: list[list[str]]) -> None:
     concurrency = "kv_cache_max_concurrency"
