@@ -28,7 +28,7 @@ _MANY_REQUESTS = 500  # above it a simulation takes long enough to try fewer set
 _FINALISTS = 14
 _FAST_ENOUGH_RATIO = THROUGHPUT_KEPT_RATIO - 0.01  # on one draw only, so with a margin
 _IDLE_RATIO, _CALM_SHARE = 0.94, 0.05
-_RELIEF_RATIO, RELIEF_THROUGHPUT_RATIO = 0.5, 0.90
+_RELIEF_RATIO, RELIEF_THROUGHPUT_RATIO = 0.1, 0.90
 # Settings whose preemptions exceed those of the best by no more than this are as good: luck moves counts by that much.
 _AS_CALM_RATIO, _AS_CALM_PREEMPTIONS = 1.25, 2.0
 
@@ -125,8 +125,8 @@ def best_settings(trial: Trial, objective: Objective = "balanced") -> Outcome:
 def best_in_flight(trial: Trial, objective: Objective = "balanced") -> Outcome:
     """The best cap of the requests in flight, with the present flags.
 
-    It is there to end an incident. So where the balanced choice leaves half of the preemptions, it is the calmest that
-    keeps 90 % of the throughput.
+    It is there to end an incident. So where the balanced choice leaves a tenth of the preemptions, it is the calmest
+    that keeps 90 % of the throughput.
     """
     asked = [(trial.settings, cap) for cap in cap_candidates(trial) if cap < (trial.clients or math.inf)]
     search = _Search(trial, objective)
