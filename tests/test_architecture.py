@@ -39,8 +39,8 @@ PRESENTATION = """
     render render.args render.budget_data render.data render.options_text render.text render.budget_text
     render.simulation render.html_assets render.simulation_assets render.simulation_html render.html
     render.prometheus render.alertmanager
-    generate generate.panels generate.queries generate.frame generate.engine_page generate.fleet generate.incident
-    generate.dashboards generate.reference generate.rules
+    generate generate.panels generate.queries generate.frame generate.shared generate.engine_page generate.fleet
+    generate.incident generate.dashboards generate.reference generate.rules
     promql vllm_names lint render.lint
 """
 # Clocks, files, sockets, threads, the terminal.

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import re
 import sys
 import time
@@ -20,10 +21,13 @@ import pytest
 import yaml
 from click.testing import CliRunner
 from parts import eventually, free_port, get_json, prometheus, running, serving, victoria_metrics
+from test_live_budget import TINY
 
 from kvwatch.checks import ALL
+from kvwatch.checks.check import Check
 from kvwatch.cli.generate import command
-from kvwatch.render.prometheus import CAPACITY, EVIDENCE, RECOMMENDED
+from kvwatch.generate import queries
+from kvwatch.render.prometheus import CAPACITY, CHECK_STATUS, EVIDENCE, RECOMMENDED, SCRAPE_SUCCESS
 from kvwatch.thresholds import DEFAULTS
 from kvwatch.vllm_metrics import (
     KV_BLOCK_IDLE_BEFORE_EVICT,
@@ -165,18 +169,58 @@ def test_columns_are_named_where_they_are_sorted_or_formatted(dashboard: dict[st
         if panel["type"] != "table":
             continue
         [organize] = [one["options"] for one in panel["transformations"] if one["id"] == "organize"]
-        named = {*organize["renameByName"].values(), "instance", "__name__"}
+        named = {*organize["renameByName"].values(), *organize["indexByName"]}
         overrides = {one["matcher"]["options"] for one in panel["fieldConfig"]["overrides"]}
         assert overrides | {one["displayName"] for one in panel["options"]["sortBy"]} <= named
         assert len(organize["renameByName"]) >= len(panel["targets"])
 
 
-def test_links_to_runbooks_lead_to_pages_that_exist() -> None:
+def test_every_check_has_a_panel_with_a_link_to_its_runbook() -> None:
     links = [link for d in DASHBOARDS.values() for panel in panels(d) for link in panel.get("links", ())]
     runbooks = {check.runbook for check in ALL}
-    assert {link["url"] for link in links} <= runbooks
-    assert len({link["url"] for link in links}) >= 8
+    assert {link["url"] for link in links} == runbooks
     assert [url for url in runbooks if not (ROOT / "docs/checks" / url.rpartition("/")[2]).exists()] == []
+
+
+@pytest.mark.parametrize("check", ALL, ids=lambda check: check.id)
+@every_dashboard
+def test_a_check_that_is_shown_by_name_links_to_its_runbook(dashboard: dict[str, Any], check: Check) -> None:
+    text = json.dumps([panel["fieldConfig"] for panel in panels(dashboard)])
+    urls = {url for url in re.findall(r'"url": "([^"]+)"', text) if ".check}" in url}
+    assert {re.sub(r"\$\{__(data\.fields|field\.labels)\.check\}", check.id, url) for url in urls} == {check.runbook}
+
+
+@every_dashboard
+def test_bands_are_coloured_by_what_their_values_mean(dashboard: dict[str, Any]) -> None:
+    # With colours from thresholds Grafana merges values into the states between thresholds: no mapping is shown.
+    modes = {p["fieldConfig"]["defaults"]["color"]["mode"] for p in panels(dashboard) if p["type"] == "state-timeline"}
+    assert modes == {"fixed"}
+
+
+@every_dashboard
+def test_a_figure_that_is_not_known_is_grey_and_says_so(dashboard: dict[str, Any]) -> None:
+    # Grafana gives a missing value the colour of the lowest threshold, which may be green.
+    for panel in panels(dashboard):
+        if panel["type"] != "stat":
+            continue
+        defaults = panel["fieldConfig"]["defaults"]
+        [missing] = [one["options"] for one in defaults["mappings"] if one["type"] == "special"]
+        assert missing["match"] == "null+nan"
+        assert (missing["result"]["color"], missing["result"]["text"]) == ("#808080", defaults["noValue"])
+
+
+@every_dashboard
+def test_what_the_agent_leaves_as_it_is_differs_from_what_is_not_known(dashboard: dict[str, Any]) -> None:
+    proposals = [p for p in panels(dashboard) if any("kvwatch_recommended_" in t["expr"] for t in p["targets"])]
+    for panel in proposals:
+        config = json.dumps(panel["fieldConfig"], sort_keys=True)
+        assert '{"-1": {"color": "#808080", "index": 0, "text": "none"}}' in config
+        assert panel["fieldConfig"]["defaults"]["noValue"] == "no agent"
+
+
+def test_every_setting_that_is_ever_proposed_is_shown() -> None:
+    shown = {name for query in ASKED for name in metric_names(query.expr) if name.startswith("kvwatch_recommended_")}
+    assert shown == {name for name, _ in RECOMMENDED.values()}
 
 
 def test_colours_change_where_the_checks_do() -> None:
@@ -205,7 +249,7 @@ def test_a_query_parses_and_reads_metrics_that_exist(query: Asked) -> None:
         for part in ("_bucket", "_sum", "_count")
     }
     of_the_agent = {name for table in (CAPACITY, EVIDENCE, RECOMMENDED) for name, _ in table.values()}
-    known = {*SERIES, *of_blocks, *of_the_agent, "kvwatch_check_status", PROCESS_START_TIME, "ALERTS"}
+    known = {*SERIES, *of_blocks, *of_the_agent, CHECK_STATUS, SCRAPE_SUCCESS, PROCESS_START_TIME, "ALERTS", "up"}
     assert metric_names(query.expr) - known == set()
     assert "$" not in query.expr
 
@@ -242,25 +286,25 @@ STILL = {
     "both-names": "v0.10.0_glm45_both_names.prom",
     "nim": "nim_llama31_8b.prom",
 }
-NEEDS_A_MODEL = "the agent predicts blocks only where it is told the model"
+GOES_DOWN = "v0.6"
+UP_SECONDS = 8.0
 NO_RULES = "VictoriaMetrics evaluates no alert rules; vmalert does"
 # Query -> why it has no data here.
 EMPTY = {
-    "kvwatch-fleet: Live KV blocks against the budget: A": NEEDS_A_MODEL,
-    "kvwatch-engine: Blocks predicted: A": NEEDS_A_MODEL,
-    "kvwatch-engine: Live against predicted: A": NEEDS_A_MODEL,
     "kvwatch-engine: Idle before eviction, reuse gap: B": "no block is used twice while a capture lasts",
 }
 EMPTY_ON_VICTORIA_METRICS = {
     **EMPTY,
     "kvwatch-fleet: Alerts firing: A": NO_RULES,
     **{f"{uid}: annotation {name}": NO_RULES for uid in DASHBOARDS for name in ("Critical alerts", "Warnings")},
-    "kvwatch-incident: Alerts and restarts: A": NO_RULES,
+    "kvwatch-incident: Alerts, restarts and outages: A": NO_RULES,
 }
 
 
-def playing(folder: Path, *, again: bool = False) -> type[BaseHTTPRequestHandler]:
-    """A server that shows a capture at SPEED from its first scrape on; `again`: from the start when it is over."""
+def playing(folder: Path, *, again: bool = False, up_seconds: float = math.inf) -> type[BaseHTTPRequestHandler]:
+    """A server that shows a capture at SPEED from its first scrape on; `again`: from the start when it is over. After
+    `up_seconds` it answers 503.
+    """
     pages = sorted(folder.glob("*.prom"))
     first = int(pages[0].stem)
     offsets = [(int(page.stem) - first) / 1000 / SPEED for page in pages]
@@ -270,10 +314,10 @@ def playing(folder: Path, *, again: bool = False) -> type[BaseHTTPRequestHandler
         def do_GET(self) -> None:
             started[:] = started or [time.monotonic()]
             elapsed = time.monotonic() - started[0]
+            self.send_response(200 if elapsed < up_seconds else 503)
             if again:
                 elapsed %= offsets[-1] + 1
             shown = max(place for place, offset in enumerate(offsets) if offset <= elapsed)
-            self.send_response(200)
             self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
             self.end_headers()
             self.wfile.write(pages[shown].read_bytes())
@@ -324,10 +368,14 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
             target = folder / name
             target.mkdir()
             (target / "0.prom").write_bytes((DATA / "exposition" / file).read_bytes())
-            still[name] = stack.enter_context(serving(playing(target)))
+            up_seconds = UP_SECONDS if name == GOES_DOWN else math.inf
+            still[name] = stack.enter_context(serving(playing(target, up_seconds=up_seconds)))
         agent = f"127.0.0.1:{free_port()}"
+        model = folder / "config.json"
+        model.write_text(json.dumps(TINY))
         watch = [sys.executable, "-m", "kvwatch", "agent", "--listen", agent, "--interval", "1s", "--window", "10s"]
-        for url in moving.values():
+        watch += ["--model", str(model)]
+        for url in (*moving.values(), still[GOES_DOWN]):
             watch += ["--target", url]
         stack.enter_context(running(watch, log=folder / "agent.log", ready_url=f"http://{agent}/metrics"))
         config, rules = scrape_config({**moving, **still}, agent), folder / "rules.yml"
@@ -399,3 +447,33 @@ def test_every_generation_of_names_is_drawn(servers: Servers) -> None:
 def test_every_query_has_data_on_victoria_metrics(servers: Servers) -> None:
     empty = {query.where for query in ASKED if not servers.result(servers.victoria_metrics, query)}
     assert empty == set(EMPTY_ON_VICTORIA_METRICS)
+
+
+def now(base: str, where: str) -> Any:
+    [query] = [query for query in ASKED if query.where == where]
+    return instant(base, query.expr)
+
+
+@pytest.mark.real
+@pytest.mark.slow
+def test_an_engine_that_is_down_is_counted_and_its_verdict_says_so(servers: Servers) -> None:
+    for base in (servers.prometheus, servers.victoria_metrics):
+        assert [series["value"][1] for series in now(base, "kvwatch-fleet: Down: A")] == ["1"]
+        states = {
+            series["metric"]["job"]: series["value"][1]
+            for series in now(base, "kvwatch-fleet: Engines, worst first: A")
+        }
+        assert {job for job, state in states.items() if state == "1"} == {GOES_DOWN}
+        verdicts = [series["value"][1] for series in now(base, "kvwatch-fleet: Verdict by engine: A")]
+        assert Counter(verdicts)[str(queries.UNREADABLE)] == 1
+        assert len(verdicts) == 4
+
+
+@pytest.mark.real
+@pytest.mark.slow
+def test_a_setting_that_is_not_proposed_is_told_from_one_that_is_not_known(servers: Servers) -> None:
+    for base in (servers.prometheus, servers.victoria_metrics):
+        for place in "ABCDEFG":
+            proposed = [series["value"][1] for series in now(base, f"kvwatch-engine: Proposed settings: {place}")]
+            assert len(proposed) == 4
+            assert str(queries.NOTHING) in proposed  # at least of the engine that is well

@@ -1,46 +1,49 @@
 """The engine dashboard: what it should have, what it has, what happens to it now, and what to change."""
 
 from grafana_foundation_sdk.builders import dashboard, statetimeline, table
-from grafana_foundation_sdk.models import dashboard as models
 
+from kvwatch.checks import ALL
 from kvwatch.checks.check import Check
-from kvwatch.generate import frame, queries
+from kvwatch.generate import frame, queries, shared
 from kvwatch.generate.panels import (
+    BYTES,
     COUNT,
     GREEN,
+    GREY,
+    NUMBER,
     ORANGE,
     PER_SECOND,
     RATIO,
     RED,
     SECONDS,
     TOKENS_PER_SECOND,
-    VERDICTS,
+    Panel,
     Query,
     Sheet,
+    column,
+    dashed,
     figure,
     graph,
     rows,
-    states,
     steps,
-    words,
+    values,
+    wide,
 )
 from kvwatch.generate.queries import AGENT_LEGEND, ENGINE_LEGEND
+from kvwatch.generate.shared import NO_AGENT, NO_PREDICTION, NOT_KNOWN
 from kvwatch.recording import duration
 from kvwatch.render.prometheus import CAPACITY, EVIDENCE, RECOMMENDED
 from kvwatch.thresholds import Thresholds
 from kvwatch.vllm_metrics import (
     CACHE_CONFIG_INFO,
     E2E_LATENCY,
-    GENERATION_TOKENS,
     INTER_TOKEN_LATENCY,
     KV_BLOCK_IDLE_BEFORE_EVICT,
     KV_BLOCK_LIFETIME,
     KV_BLOCK_REUSE_GAP,
     KV_CACHE_USAGE,
-    PREEMPTIONS,
     PREFIX_CACHE_HITS,
     PREFIX_CACHE_QUERIES,
-    PROMPT_TOKENS,
     QUEUE_TIME,
     REQUEST_GENERATION_TOKENS,
     REQUEST_PROMPT_TOKENS,
@@ -52,7 +55,6 @@ from kvwatch.vllm_metrics import (
     Metric,
 )
 
-NO_AGENT = "no kvwatch agent is scraped"
 BLOCKS, DEVIATION = (
     EVIDENCE["capacity_below_budget", key][0] for key in ("budget_num_gpu_blocks", "capacity_deviation_ratio")
 )
@@ -72,8 +74,10 @@ POOL_LABELS = {
     "enable_prefix_caching": "caching",
     "gpu_memory_utilization": "GPU",
     "num_gpu_blocks_override": "override",
-    "kv_cache_memory_bytes": "bytes",
+    "kv_cache_memory_bytes": "memory",
 }
+NOTHING = values((queries.NOTHING, "none", GREY))
+"""How a proposal that the agent does not make is shown."""
 
 
 def engine_page(limits: Thresholds, checks: dict[str, Check]) -> dashboard.Dashboard:
@@ -86,31 +90,48 @@ def engine_page(limits: Thresholds, checks: dict[str, Check]) -> dashboard.Dashb
         one_instance=True,
     )
     sheet = Sheet(builder)
-    _now(sheet, limits, checks)
-    _pressure(sheet, limits, checks)
-    _budget(sheet, limits, checks)
-    _prefix_cache(sheet)
-    _latency(sheet, limits, checks)
-    _load(sheet, checks)
+    sheet.line(4, *_now(limits, checks), widths=(3, 4, 4, 3, 3, 4, 3))
+    sheet.line(8, shared.checks_not_ok(hidden=("target", "model_name")), *_pressure(limits, checks))
+    sheet.line(7, *_harm(limits, checks))
+    sheet.heading("KV cache: what it should have and what it has")
+    sheet.line(4, *_pool(limits, checks))
+    sheet.line(5, _as_vllm_says(checks))
+    sheet.line(5, _proposed())
+    sheet.heading("Prefix cache")
+    sheet.line(7, *_prefix_cache(checks))
+    sheet.heading("Latency")
+    sheet.line(7, *_latency(limits, checks))
+    sheet.heading("Load")
+    sheet.line(7, *_load(checks))
     sheet.heading("Checks of the agent")
-    sheet.line(12, _statuses())
+    sheet.line(12, _checks())
     return builder
 
 
-def _now(sheet: Sheet, limits: Thresholds, checks: dict[str, Check]) -> None:
+def _now(limits: Thresholds, checks: dict[str, Check]) -> tuple[Panel, ...]:
     """What matters at 3 am."""
     over = duration(limits.alert_range_seconds)
-    sheet.line(
-        4,
+    return (
+        figure(
+            "Engine",
+            f"max({queries.down()})",
+            unit=COUNT,
+            about="Whether Prometheus gets the engine's metrics now.",
+            checks=(checks["metrics_missing"],),
+            limits=steps((GREY, None)),
+            none=NOT_KNOWN,
+            mappings=(shared.UP_OR_DOWN,),
+        ),
         figure(
             "Verdict of the agent",
             queries.verdict(),
             legend=AGENT_LEGEND,
             unit=COUNT,
-            about="The worst of the agent's checks.",
-            none="no agent",
-            limits=steps(("text", None)),
-            mappings=(VERDICTS,),
+            about="The worst of the agent's checks. Unreadable: the agent gets no page of the engine.",
+            checks=(checks["metrics_missing"],),
+            none=NO_AGENT,
+            limits=steps((GREY, None)),
+            mappings=(shared.VERDICTS_OF_ENGINES,),
         ),
         figure(
             "Preempted / finished",
@@ -138,7 +159,7 @@ def _now(sheet: Sheet, limits: Thresholds, checks: dict[str, Check]) -> None:
             f"sum({queries.value(REQUESTS_WAITING)})",
             unit=COUNT,
             about="Requests that wait to be scheduled.",
-            checks=(checks["requests_queueing"],),
+            checks=(checks["requests_queueing"], checks["replica_imbalance"]),
             limits=steps((GREEN, None), (ORANGE, 1)),
         ),
         figure(
@@ -152,50 +173,39 @@ def _now(sheet: Sheet, limits: Thresholds, checks: dict[str, Check]) -> None:
         ),
         figure(
             "Cap in flight at",
-            queries.agent(IN_FLIGHT),
+            queries.proposed(IN_FLIGHT),
             legend=AGENT_LEGEND,
-            unit=COUNT,
+            unit=NUMBER,
             about="What helps now without a restart: the number of requests in flight to allow at the gateway, as the "
             "agent works it out from today's request lengths. `kvwatch recommend` explains it.",
-            none="nothing proposed",
-            decimals=0,
+            none=NO_AGENT,
+            mappings=(NOTHING,),
         ),
     )
 
 
-def _pressure(sheet: Sheet, limits: Thresholds, checks: dict[str, Check]) -> None:
-    sheet.line(
-        8,
-        graph(
-            "KV cache held",
-            [Query(expr=queries.value(KV_CACHE_USAGE), legend=ENGINE_LEGEND)],
-            unit=RATIO,
-            top=1,
-            about="Share of the KV blocks that requests hold. Cached prefixes that nobody uses count as free.",
-            checks=(checks["kv_cache_saturated"],),
-            limits=steps((GREEN, None), (ORANGE, limits.kv_cache_saturated_ratio)),
-        ),
-        graph(
-            "Requests",
-            [
-                Query(expr=queries.value(REQUESTS_RUNNING), legend=f"running {ENGINE_LEGEND}"),
-                Query(expr=queries.value(REQUESTS_WAITING), legend=f"waiting {ENGINE_LEGEND}"),
-                Query(expr=queries.agent(CARRIED), legend="carried without preemption {{engine}}"),
-            ],
-            unit=COUNT,
-            about="In the batch, waiting, and, from the agent, how many of today's lengths the KV cache carries.",
-            checks=(checks["concurrency_oversubscribed"], checks["sequence_cap_reached"]),
-        ),
-        graph(
-            "Preemptions",
-            [Query(expr=queries.rate(PREEMPTIONS), legend=ENGINE_LEGEND)],
-            unit=PER_SECOND,
-            about="Requests thrown out of the batch for want of KV blocks. Their tokens are computed again.",
-            checks=(checks["preemptions_sustained"],),
-        ),
+def _pressure(limits: Thresholds, checks: dict[str, Check]) -> tuple[Panel, ...]:
+    requests = graph(
+        "Requests",
+        [
+            Query(expr=queries.value(REQUESTS_RUNNING), legend=f"running {ENGINE_LEGEND}"),
+            Query(expr=queries.value(REQUESTS_WAITING), legend=f"waiting {ENGINE_LEGEND}"),
+            Query(expr=queries.agent(CARRIED), legend=f"carried {ENGINE_LEGEND}"),
+        ],
+        unit=COUNT,
+        about="In the batch, waiting, and, from the agent, how many of today's lengths the KV cache carries without a "
+        "preemption.",
+        checks=(checks["concurrency_oversubscribed"], checks["sequence_cap_reached"]),
     )
-    sheet.line(
-        7,
+    return (
+        shared.kv_cache_held(ENGINE_LEGEND, limits, checks["kv_cache_saturated"], checks["kv_cache_filling"]),
+        dashed(requests, "/^carried/"),
+    )
+
+
+def _harm(limits: Thresholds, checks: dict[str, Check]) -> tuple[Panel, ...]:
+    return (
+        shared.preemptions(ENGINE_LEGEND, checks["preemptions_sustained"]),
         graph(
             "Preempted / finished",
             [Query(expr=queries.preemptions_per_request(), legend=ENGINE_LEGEND)],
@@ -222,46 +232,42 @@ def _pressure(sheet: Sheet, limits: Thresholds, checks: dict[str, Check]) -> Non
             checks=(checks["preemptions_sustained"],),
         ),
         graph(
-            "Waiting, by reason",
+            "Waiting and refused, by reason",
             [
                 Query(
                     expr=queries.value(REQUESTS_WAITING_BY_REASON, "{}", "reason"),
                     legend=f"{{{{reason}}}} {ENGINE_LEGEND}",
                 ),
-                Query(
-                    expr=queries.rejections(),
-                    legend="refused /s: {{reason}}",
-                ),
+                Query(expr=queries.rejections(), legend="refused /s: {{reason}}"),
             ],
             unit=COUNT,
             about="capacity: no room in the batch or the KV cache. deferred: waits for a LoRA slot or a KV transfer. "
             "By reason since vLLM 0.20; refusals by a queue limit since 0.32.",
+            checks=(checks["long_context_monopoly"], checks["admission_rejected"]),
+            none="by reason since vLLM 0.20",
         ),
     )
 
 
-def _budget(sheet: Sheet, limits: Thresholds, checks: dict[str, Check]) -> None:
-    sheet.heading("KV cache: what it should have and what it has")
+def _pool(limits: Thresholds, checks: dict[str, Check]) -> tuple[Panel, ...]:
     tolerance = limits.capacity_deviation_ratio
-    sheet.line(
-        4,
+    return (
         figure(
             "Blocks predicted",
             queries.agent(BLOCKS),
             legend=AGENT_LEGEND,
-            unit=COUNT,
-            decimals=0,
+            unit=NUMBER,
             about="KV blocks that model, flags and GPU should give, worked out by the agent (it needs --model).",
-            none="no prediction",
+            none=NO_PREDICTION,
         ),
         figure(
             "Blocks live",
             queries.agent(LIVE_BLOCKS),
             legend=AGENT_LEGEND,
-            unit=COUNT,
-            decimals=0,
-            about="KV blocks of one engine, as its page says. Without the agent, see the table below.",
-            none=NO_AGENT,
+            unit=NUMBER,
+            about="KV blocks of one engine, as its page tells the agent. Without one, see the table below.",
+            checks=(checks["kv_cache_underused"],),
+            none=NOT_KNOWN,
         ),
         figure(
             "Live against predicted",
@@ -271,7 +277,7 @@ def _budget(sheet: Sheet, limits: Thresholds, checks: dict[str, Check]) -> None:
             about="0 is as predicted, -10 % a tenth fewer.",
             checks=(checks["capacity_below_budget"],),
             limits=steps((ORANGE, None), (GREEN, -tolerance)),
-            none="no prediction",
+            none=NO_PREDICTION,
         ),
         figure(
             "Tokens it holds",
@@ -279,7 +285,7 @@ def _budget(sheet: Sheet, limits: Thresholds, checks: dict[str, Check]) -> None:
             legend=AGENT_LEGEND,
             unit=COUNT,
             about="As vLLM counts them: its concurrency at the maximum length times that length.",
-            none=NO_AGENT,
+            none=NOT_KNOWN,
         ),
         figure(
             "Full-length requests",
@@ -289,7 +295,7 @@ def _budget(sheet: Sheet, limits: Thresholds, checks: dict[str, Check]) -> None:
             about="How many requests of max_model_len fit at once. Below 1, one of them can never run.",
             checks=(checks["context_exceeds_capacity"],),
             limits=steps((RED, None), (GREEN, 1)),
-            none=NO_AGENT,
+            none=NOT_KNOWN,
         ),
         figure(
             "Requests carried",
@@ -299,14 +305,13 @@ def _budget(sheet: Sheet, limits: Thresholds, checks: dict[str, Check]) -> None:
             decimals=0,
             about="Requests of today's lengths that the KV cache carries to their end.",
             checks=(checks["concurrency_oversubscribed"],),
-            none="not known",
+            none=NOT_KNOWN,
         ),
     )
-    sheet.line(5, _as_vllm_says(), _proposed(), widths=(15, 9))
 
 
-def _as_vllm_says() -> table.Panel:
-    return rows(
+def _as_vllm_says(checks: dict[str, Check]) -> table.Panel:
+    found = rows(
         "KV cache as vLLM reports it",
         [
             Query(
@@ -317,55 +322,46 @@ def _as_vllm_says() -> table.Panel:
         about="Labels of cache_config_info. Data-parallel engines of one server write the sum of their blocks.",
         order=tuple(POOL_LABELS),
         renamed=POOL_LABELS,
+        numbers=("kv_cache_memory_bytes",),
         hidden=("Value", "cluster", "namespace", "pod", "job", "instance", "model", "model_name"),
+        checks=(checks["config_drift"], checks["prefix_cache_ineffective"]),
     )
-
-
-def _proposed() -> table.Panel:
-    name = "__name__"
-    found = rows(
-        "Proposed settings",
-        [Query(expr=f'{{__name__=~"kvwatch_recommended_.+",{queries.AGENT_SELECTED}}}', legend="proposed")],
-        about="What the agent proposes. `kvwatch recommend` gives the reasons and what each would do.",
-        order=(name, "model_name", "engine"),
-        hidden=("job", "instance", "target", "namespace", "pod", "cluster", "container", "endpoint", "service"),
-        none="nothing proposed, or no kvwatch agent",
-    )
-    flags = {metric: setting.replace("_", " ") for setting, (metric, _) in RECOMMENDED.items()}
-    found.override_by_name(
-        name,
-        [
-            models.DynamicConfigValue(id_val="mappings", value=[words(flags)]),
-            models.DynamicConfigValue(id_val="displayName", value="setting"),
-            models.DynamicConfigValue(id_val="custom.width", value=170),
-        ],
-    )
+    column(found, POOL_LABELS["kv_cache_memory_bytes"], unit=BYTES)
     return found
 
 
-def _statuses() -> statetimeline.Panel:
-    status = queries.agent(queries.AGENT_STATUS, by=("check",))
-    return states(
-        "Checks of the agent",
-        [Query(expr=status, legend="{{check}} {{target}} {{engine}}")],
-        about="One band per check; `kvwatch explain CHECK` prints its runbook.",
-        mappings=(VERDICTS,),
+def _proposed() -> table.Panel:
+    heads = {name: setting.replace("_", " ") for setting, (name, _) in RECOMMENDED.items()}
+    found = rows(
+        "Proposed settings",
+        [Query(expr=queries.proposed(name), legend=head) for name, head in heads.items()],
+        about="What the agent proposes. `kvwatch recommend` gives the reasons and what each would do.",
+        order=("engine",),
+        hidden=("target", "namespace", "pod", "cluster", "model_name"),
         none=NO_AGENT,
+    )
+    for head in heads.values():
+        column(found, head, unit=NUMBER, mappings=(NOTHING,), filled=False)
+    for name in ("engine", "watermark", "replicas"):
+        wide(found, name, 90)  # so that the long names of the others fit on a screen of 1280
+    return found
+
+
+def _checks() -> statetimeline.Panel:
+    return shared.checks_over_time(
+        queries.agent(queries.AGENT_STATUS, by=("check",)),
+        "{{engine}} {{check}}",
+        about="One band per check; a click on it leads to the check's runbook.",
+        none=NO_AGENT,
+        most=2 * len(ALL),
     )
 
 
-def _prefix_cache(sheet: Sheet) -> None:
-    sheet.heading("Prefix cache")
+def _prefix_cache(checks: dict[str, Check]) -> tuple[Panel, ...]:
+    flag = "needs --kv-cache-metrics"
     sampled = "Only with --kv-cache-metrics, for a sample of the blocks (vLLM 0.12 and later). "
-    sheet.line(
-        7,
-        graph(
-            "Prefix-cache hits",
-            [Query(expr=queries.prefix_hit_ratio(), legend=ENGINE_LEGEND)],
-            unit=RATIO,
-            top=1,
-            about="Share of the looked-up prompt tokens that were found. A prefix shorter than a block never hits.",
-        ),
+    return (
+        shared.prefix_cache_hits(ENGINE_LEGEND, checks["prefix_cache_ineffective"], checks["prefix_cache_evicting"]),
         graph(
             "Prefix-cache look-ups",
             [
@@ -374,12 +370,15 @@ def _prefix_cache(sheet: Sheet) -> None:
             ],
             unit=TOKENS_PER_SECOND,
             about="Prompt tokens per second.",
+            checks=(checks["prefix_cache_ineffective"],),
         ),
         graph(
             "Blocks evicted",
             [Query(expr=queries.rate(KV_BLOCK_LIFETIME, part="_count"), legend=ENGINE_LEGEND)],
             unit=PER_SECOND,
             about=sampled + "Turnover alone is no harm: an idle engine recycles blocks too.",
+            checks=(checks["prefix_cache_evicting"],),
+            none=flag,
         ),
         graph(
             "Idle before eviction, reuse gap",
@@ -389,12 +388,13 @@ def _prefix_cache(sheet: Sheet) -> None:
             ],
             unit=SECONDS,
             about=sampled + "Blocks that go before their next use would have come cost hits.",
+            checks=(checks["prefix_cache_evicting"],),
+            none=flag,
         ),
     )
 
 
-def _latency(sheet: Sheet, limits: Thresholds, checks: dict[str, Check]) -> None:
-    sheet.heading("Latency")
+def _latency(limits: Thresholds, checks: dict[str, Check]) -> tuple[Panel, ...]:
     slow = steps((GREEN, None), (ORANGE, limits.queue_time_warning_seconds))
 
     def quantiles(metric: Metric) -> list[Query]:
@@ -402,8 +402,7 @@ def _latency(sheet: Sheet, limits: Thresholds, checks: dict[str, Check]) -> None
             Query(expr=queries.quantile(q, metric), legend=f"p{q * 100:g} {ENGINE_LEGEND}") for q in (0.5, 0.95, 0.99)
         ]
 
-    sheet.line(
-        7,
+    return (
         graph("Time to first token", quantiles(TIME_TO_FIRST_TOKEN), unit=SECONDS, about="Queue time included."),
         graph(
             "Queue time",
@@ -423,20 +422,9 @@ def _latency(sheet: Sheet, limits: Thresholds, checks: dict[str, Check]) -> None
     )
 
 
-def _load(sheet: Sheet, checks: dict[str, Check]) -> None:
-    sheet.heading("Load")
-    sheet.line(
-        7,
-        graph(
-            "Tokens",
-            [
-                Query(expr=queries.rate(PROMPT_TOKENS), legend=f"prompt {ENGINE_LEGEND}"),
-                Query(expr=queries.rate(GENERATION_TOKENS), legend=f"generated {ENGINE_LEGEND}"),
-            ],
-            unit=TOKENS_PER_SECOND,
-            about="Prompt tokens processed and tokens generated.",
-            checks=(checks["engine_stalled"],),
-        ),
+def _load(checks: dict[str, Check]) -> tuple[Panel, ...]:
+    return (
+        shared.tokens(ENGINE_LEGEND, checks["engine_stalled"]),
         graph(
             "Requests finished, by reason",
             [
@@ -448,22 +436,19 @@ def _load(sheet: Sheet, checks: dict[str, Check]) -> None:
             unit=PER_SECOND,
             about="stop and length are answers; abort is a client that left.",
         ),
-        graph(
-            "Prompt length",
-            [
-                Query(expr=queries.mean(REQUEST_PROMPT_TOKENS), legend=f"mean {ENGINE_LEGEND}"),
-                Query(expr=queries.quantile(0.95, REQUEST_PROMPT_TOKENS), legend=f"p95 {ENGINE_LEGEND}"),
-            ],
-            unit=COUNT,
-            about="Tokens of the requests that finished.",
-        ),
-        graph(
-            "Answer length",
-            [
-                Query(expr=queries.mean(REQUEST_GENERATION_TOKENS), legend=f"mean {ENGINE_LEGEND}"),
-                Query(expr=queries.quantile(0.95, REQUEST_GENERATION_TOKENS), legend=f"p95 {ENGINE_LEGEND}"),
-            ],
-            unit=COUNT,
-            about="Tokens of the requests that finished.",
-        ),
+        _lengths("Prompt length", REQUEST_PROMPT_TOKENS, checks["long_context_monopoly"]),
+        _lengths("Answer length", REQUEST_GENERATION_TOKENS),
+    )
+
+
+def _lengths(title: str, metric: Metric, *checks: Check) -> Panel:
+    return graph(
+        title,
+        [
+            Query(expr=queries.mean(metric), legend=f"mean {ENGINE_LEGEND}"),
+            Query(expr=queries.quantile(0.95, metric), legend=f"p95 {ENGINE_LEGEND}"),
+        ],
+        unit=COUNT,
+        about="Tokens of the requests that finished.",
+        checks=checks,
     )

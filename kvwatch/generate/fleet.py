@@ -3,7 +3,7 @@
 from grafana_foundation_sdk.builders import dashboard, table
 
 from kvwatch.checks.check import Check
-from kvwatch.generate import frame, queries
+from kvwatch.generate import frame, queries, shared
 from kvwatch.generate.panels import (
     COUNT,
     GREEN,
@@ -13,7 +13,7 @@ from kvwatch.generate.panels import (
     RED,
     SECONDS,
     TOKENS_PER_SECOND,
-    VERDICTS,
+    Panel,
     Query,
     Sheet,
     column,
@@ -23,6 +23,7 @@ from kvwatch.generate.panels import (
     rows,
     states,
     steps,
+    values,
 )
 from kvwatch.generate.queries import AGENT_LEGEND, LEGEND
 from kvwatch.recording import duration
@@ -30,7 +31,6 @@ from kvwatch.render.prometheus import EVIDENCE
 from kvwatch.thresholds import Thresholds
 from kvwatch.vllm_metrics import (
     GENERATION_TOKENS,
-    INTER_TOKEN_LATENCY,
     KV_CACHE_USAGE,
     PREEMPTIONS,
     QUEUE_TIME,
@@ -53,9 +53,55 @@ def fleet(limits: Thresholds, checks: dict[str, Check]) -> dashboard.Dashboard:
     )
     sheet = Sheet(builder)
     over = duration(limits.alert_range_seconds)
+    sheet.line(4, *_in_trouble(limits, checks, over), widths=(3, 3, 4, 4, 3, 4, 3))
+    sheet.line(8, _worst_first(limits, over))
     sheet.line(
-        4,
-        figure("Engines", f"count({queries.value(REQUESTS_RUNNING)})", unit=COUNT, about="Engines that are scraped."),
+        8,
+        shared.kv_cache_held(LEGEND, limits, checks["kv_cache_saturated"], checks["kv_cache_underused"]),
+        shared.preemptions(LEGEND, checks["preemptions_sustained"]),
+    )
+    sheet.line(
+        8,
+        graph(
+            "Requests waiting",
+            [Query(expr=queries.value(REQUESTS_WAITING), legend=LEGEND)],
+            unit=COUNT,
+            about="Requests that wait to be scheduled. Some on one engine while another has none: the load is not "
+            "spread evenly.",
+            checks=(checks["requests_queueing"], checks["replica_imbalance"]),
+        ),
+        graph(
+            "Requests running",
+            [Query(expr=queries.value(REQUESTS_RUNNING), legend=LEGEND)],
+            unit=COUNT,
+            about="Requests in the batch. A flat top is max_num_seqs, or what the KV cache carries.",
+            checks=(checks["sequence_cap_reached"],),
+        ),
+    )
+    sheet.line(8, shared.time_to_first_token(LEGEND), shared.time_between_tokens(LEGEND))
+    _with_the_agent(sheet, limits, checks)
+    return builder
+
+
+def _in_trouble(limits: Thresholds, checks: dict[str, Check], over: str) -> tuple[Panel, ...]:
+    return (
+        figure(
+            "Engines",
+            f"count({queries.value(REQUESTS_RUNNING)})",
+            unit=COUNT,
+            about="Engines that are scraped.",
+            checks=(checks["metrics_missing"],),
+            none="none",
+        ),
+        figure(
+            "Down",
+            f"sum({queries.down()})",
+            unit=COUNT,
+            about=f"Engines seen in the last {queries.REMEMBERED} that Prometheus fails to scrape now.",
+            checks=(checks["metrics_missing"],),
+            limits=steps((GREEN, None), (RED, 1)),
+            none=shared.NOT_KNOWN,
+        ),
         figure(
             "Preempting",
             f"sum({queries.preemptions_per_request(over)} >bool {limits.preemptions_per_request_warning:g})",
@@ -64,7 +110,7 @@ def fleet(limits: Thresholds, checks: dict[str, Check]) -> dashboard.Dashboard:
             f"in {over}. Their KV cache is too small for what runs at once.",
             checks=(checks["preemptions_sustained"],),
             limits=steps((GREEN, None), (RED, 1)),
-            none="0, or no traffic",
+            none="no traffic",
         ),
         figure(
             "Full, with a queue",
@@ -99,68 +145,17 @@ def fleet(limits: Thresholds, checks: dict[str, Check]) -> dashboard.Dashboard:
             none="none, or no rules",
         ),
     )
-    sheet.line(8, _worst_first(limits, over))
-    sheet.line(
-        8,
-        graph(
-            "KV cache held",
-            [Query(expr=queries.value(KV_CACHE_USAGE), legend=LEGEND)],
-            unit=RATIO,
-            top=1,
-            about="Share of the KV blocks that requests hold. Cached prefixes that nobody uses count as free.",
-            checks=(checks["kv_cache_saturated"],),
-            limits=steps((GREEN, None), (ORANGE, limits.kv_cache_saturated_ratio)),
-        ),
-        graph(
-            "Preemptions",
-            [Query(expr=queries.rate(PREEMPTIONS), legend=LEGEND)],
-            unit=PER_SECOND,
-            about="Requests thrown out of the batch for want of KV blocks. Their tokens are computed again.",
-            checks=(checks["preemptions_sustained"],),
-        ),
-    )
-    sheet.line(
-        8,
-        graph(
-            "Requests waiting",
-            [Query(expr=queries.value(REQUESTS_WAITING), legend=LEGEND)],
-            unit=COUNT,
-            about="Requests that wait to be scheduled.",
-            checks=(checks["requests_queueing"],),
-        ),
-        graph(
-            "Requests running",
-            [Query(expr=queries.value(REQUESTS_RUNNING), legend=LEGEND)],
-            unit=COUNT,
-            about="Requests in the batch. A flat top is max_num_seqs, or what the KV cache carries.",
-            checks=(checks["sequence_cap_reached"],),
-        ),
-    )
-    sheet.line(
-        8,
-        graph(
-            "Time to first token, 95th percentile",
-            [Query(expr=queries.quantile(0.95, TIME_TO_FIRST_TOKEN), legend=LEGEND)],
-            unit=SECONDS,
-            about="From arrival to the first token, queue time included.",
-        ),
-        graph(
-            "Time between tokens, 95th percentile",
-            [Query(expr=queries.quantile(0.95, INTER_TOKEN_LATENCY), legend=LEGEND)],
-            unit=SECONDS,
-            about="A preempted request waits between two of its tokens.",
-        ),
-    )
-    _with_the_agent(sheet, limits, checks)
-    return builder
 
 
 def _worst_first(limits: Thresholds, over: str) -> table.Panel:
-    """One row per engine. Preemptions first: they are the harm, and a queue or a full cache only leads to it."""
-    preemptions, share, queue, held = "Preempts /s", "Per request", "Queue p95", "KV held"
+    """One row per engine, those that are down on top. Preemptions come next: they are the harm, and a queue or a full
+    cache only leads to it.
+    """
+    state, preemptions, share, queue, held = "State", "Preempts /s", "Per request", "Queue p95", "KV held"
     found = rows(
         "Engines, worst first",
         [
+            Query(expr=queries.down(), legend=state),
             Query(expr=queries.rate(PREEMPTIONS, over), legend=preemptions),
             Query(expr=queries.preemptions_per_request(over), legend=share),
             Query(expr=queries.quantile(0.95, QUEUE_TIME, over), legend=queue),
@@ -171,17 +166,18 @@ def _worst_first(limits: Thresholds, over: str) -> table.Panel:
             Query(expr=queries.rate(GENERATION_TOKENS, over), legend="Output"),
             Query(expr=queries.prefix_hit_ratio(over), legend="Prefix hits"),
         ],
-        about=f"Rates and quantiles over {over}, the rest now. Order: preemptions, queue time, KV cache held. "
+        about=f"Rates and quantiles over {over}, the rest now. Order: down, preemptions, queue time, KV cache held. "
         "Per request: preemptions for each request that finished.",
         order=("model_name", "model", "instance", "engine"),
         hidden=("cluster", "namespace", "pod", "job"),
-        sort=(preemptions, queue, held),
+        sort=(state, preemptions, queue, held),
     )
     severe = steps(
         ("transparent", None),
         (ORANGE, limits.preemptions_per_request_warning),
         (RED, limits.preemptions_per_request_critical),
     )
+    column(found, state, unit=COUNT, mappings=(values((0, "up", "transparent"), (1, "down", RED)),))
     column(found, preemptions, unit=PER_SECOND)
     column(found, share, unit=RATIO, limits=severe)
     column(found, queue, unit=SECONDS, limits=steps(("transparent", None), (ORANGE, limits.queue_time_warning_seconds)))
@@ -197,24 +193,27 @@ def _worst_first(limits: Thresholds, over: str) -> table.Panel:
 
 def _with_the_agent(sheet: Sheet, limits: Thresholds, checks: dict[str, Check]) -> None:
     sheet.heading("With the kvwatch agent")
-    without = "no kvwatch agent is scraped"
+    verdicts = states(
+        "Verdict by engine",
+        [Query(expr=queries.verdict(), legend=AGENT_LEGEND)],
+        about="The worst of the agent's checks, those that could not be judged left out. Unreadable: the agent gets no "
+        "page of the engine.",
+        mappings=(shared.VERDICTS_OF_ENGINES,),
+        none=shared.NO_AGENT,
+    )
+    sheet.line(8, shared.checks_not_ok(hidden=("model_name",)), verdicts)
     sheet.line(
         7,
-        states(
-            "Verdict by engine",
-            [Query(expr=queries.verdict(), legend=AGENT_LEGEND)],
-            about="The worst of the agent's checks, those that could not be judged left out.",
-            mappings=(VERDICTS,),
-            none=without,
-        ),
         graph(
             "Live KV blocks against the budget",
             [Query(expr=queries.agent(DEVIATION), legend=AGENT_LEGEND)],
             unit=RATIO,
             bottom=None,
-            about="0 is as predicted from model, flags and GPU; -10 % is a tenth fewer. Needs the agent's --model.",
-            none="no prediction",
-            checks=(checks["capacity_below_budget"],),
+            at_least=limits.capacity_deviation_ratio * 2,
+            about="0 is as predicted from model, flags and GPU; -10 % is a tenth fewer. Needs the agent's --model. "
+            "Engines of one model that differ are configured differently.",
+            none=shared.NO_PREDICTION,
+            checks=(checks["capacity_below_budget"], checks["config_drift"]),
             limits=steps((ORANGE, None), (GREEN, -limits.capacity_deviation_ratio)),
         ),
     )

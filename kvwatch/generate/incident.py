@@ -1,22 +1,20 @@
-"""The incident dashboard: what happened, in which order. All panels share one time axis and one cursor."""
+"""The incident dashboard: what happened, in which order. All panels share one time range and one cursor."""
 
-from grafana_foundation_sdk.builders import dashboard
+from grafana_foundation_sdk.builders import dashboard, statetimeline, timeseries
 
 from kvwatch.checks.check import Check
-from kvwatch.generate import frame, queries
+from kvwatch.finding import Status
+from kvwatch.generate import frame, queries, shared
 from kvwatch.generate.panels import (
+    BANDS,
     COUNT,
     GREEN,
     ORANGE,
-    PER_SECOND,
-    RATIO,
     RED,
     SECONDS,
-    TOKENS_PER_SECOND,
-    VERDICTS,
-    Panel,
     Query,
     Sheet,
+    beside,
     graph,
     states,
     steps,
@@ -25,11 +23,6 @@ from kvwatch.generate.panels import (
 from kvwatch.generate.queries import LEGEND
 from kvwatch.thresholds import Thresholds
 from kvwatch.vllm_metrics import (
-    GENERATION_TOKENS,
-    INTER_TOKEN_LATENCY,
-    KV_CACHE_USAGE,
-    PREEMPTIONS,
-    PROMPT_TOKENS,
     QUEUE_TIME,
     REQUEST_GENERATION_TOKENS,
     REQUEST_PROMPT_TOKENS,
@@ -38,46 +31,59 @@ from kvwatch.vllm_metrics import (
     TIME_TO_FIRST_TOKEN,
 )
 
+RESTARTED, DOWN = 3, 4
+"""What a band of the first panel says beside the severities of alerts."""
+
 
 def incident(limits: Thresholds, checks: dict[str, Check]) -> dashboard.Dashboard:
     """Read from the top: what was reported, the cause (load and its lengths), the pool, the harm, what users felt."""
     builder = frame.framed(
         frame.INCIDENT,
         "kvwatch / Incident timeline",
-        "What happened and in which order, on one time axis: set the range to the incident.",
+        "What happened and in which order: set the range to the incident.",
         since="3h",
     )
     sheet = Sheet(builder)
-    sheet.line(6, *_reported())
-    for panel in (*_cause(), *_pool(limits, checks), *_felt(limits, checks)):
-        sheet.line(5, panel)
+    sheet.line(6, beside(_reported()))
+    sheet.line(7, beside(_checks()))
+    for panel in (*_cause(checks), *_pool(limits, checks), *_felt(limits, checks)):
+        sheet.line(6, beside(panel))
     return builder
 
 
-def _reported() -> tuple[Panel, ...]:
-    status = queries.agent(queries.AGENT_STATUS, by=("check",))
-    return (
-        states(
-            "Alerts and restarts",
-            [
-                Query(expr=queries.alerts(), legend="{{alertname}} {{instance}} {{target}} {{engine}} {{severity}}"),
-                Query(expr=f"2 * ({frame.restarts()} >bool 0)", legend="restart {{job}} {{instance}}"),
-            ],
-            about="Alerts of kvwatch's rules in this Prometheus, and restarts of engines.",
-            mappings=(values((1, "firing", RED), (2, "restart", "blue")),),
-            none="no alert and no restart, or no rules",
+def _reported() -> statetimeline.Panel:
+    return states(
+        "Alerts, restarts and outages",
+        [
+            Query(expr=queries.severities(), legend="{{target}}{{instance}} {{engine}} {{alertname}}"),
+            Query(expr=f"{RESTARTED} * ({frame.restarts()} >bool 0)", legend="{{instance}} restart"),
+            Query(expr=f"{DOWN} * ({queries.down()} > 0)", legend="{{instance}} {{engine}} down"),
+        ],
+        about="Alerts of kvwatch's rules in this Prometheus, red where they are critical; restarts of engines, and "
+        "engines that could not be scraped.",
+        mappings=(
+            values(
+                (Status.CRITICAL.code, "critical", RED),
+                (Status.WARNING.code, "warning", ORANGE),
+                (RESTARTED, "restart", "blue"),
+                (DOWN, "down", "purple"),
+            ),
         ),
-        states(
-            "Checks of the agent",
-            [Query(expr=f"{status} > 0 < 3", legend="{{check}} {{pod}} {{target}} {{engine}}")],
-            about="Checks that were not ok.",
-            mappings=(VERDICTS,),
-            none="every check ok, or no kvwatch agent",
-        ),
+        none="no alert, no restart and no outage, or no rules",
     )
 
 
-def _cause() -> tuple[Panel, ...]:
+def _checks() -> statetimeline.Panel:
+    return shared.checks_over_time(
+        queries.not_ok(),
+        "{{pod}} {{target}} {{engine}} {{check}}",
+        about="Checks that were not ok. A click on a band leads to the check's runbook.",
+        none="every check ok, or no kvwatch agent",
+        most=BANDS,
+    )
+
+
+def _cause(checks: dict[str, Check]) -> tuple[timeseries.Panel, ...]:
     return (
         graph(
             "Requests in flight",
@@ -86,7 +92,9 @@ def _cause() -> tuple[Panel, ...]:
                 Query(expr=queries.value(REQUESTS_WAITING), legend=f"waiting {LEGEND}"),
             ],
             unit=COUNT,
-            about="More of them, at the same lengths: the load rose.",
+            about="More of them, at the same lengths: the load rose. Many on one engine while another has room: it is "
+            "not spread evenly.",
+            checks=(checks["concurrency_oversubscribed"], checks["replica_imbalance"]),
         ),
         graph(
             "Request length, mean",
@@ -96,40 +104,20 @@ def _cause() -> tuple[Panel, ...]:
             ],
             unit=COUNT,
             about="Tokens of requests as they finish: longer ones show up late.",
+            checks=(checks["long_context_monopoly"],),
         ),
     )
 
 
-def _pool(limits: Thresholds, checks: dict[str, Check]) -> tuple[Panel, ...]:
+def _pool(limits: Thresholds, checks: dict[str, Check]) -> tuple[timeseries.Panel, ...]:
     return (
-        graph(
-            "KV cache held",
-            [Query(expr=queries.value(KV_CACHE_USAGE), legend=LEGEND)],
-            unit=RATIO,
-            top=1,
-            about="Share of the KV blocks that requests hold.",
-            checks=(checks["kv_cache_saturated"],),
-            limits=steps((GREEN, None), (ORANGE, limits.kv_cache_saturated_ratio)),
-        ),
-        graph(
-            "Preemptions",
-            [Query(expr=queries.rate(PREEMPTIONS), legend=LEGEND)],
-            unit=PER_SECOND,
-            about="Requests thrown out of the batch for want of KV blocks.",
-            checks=(checks["preemptions_sustained"],),
-        ),
-        graph(
-            "Prefix-cache hits",
-            [Query(expr=queries.prefix_hit_ratio(), legend=LEGEND)],
-            unit=RATIO,
-            top=1,
-            about="Share of the looked-up prompt tokens that were found. A fall at the start of an incident: the "
-            "cache was lost, by a restart or by eviction.",
-        ),
+        shared.kv_cache_held(LEGEND, limits, checks["kv_cache_saturated"], checks["kv_cache_filling"]),
+        shared.preemptions(LEGEND, checks["preemptions_sustained"]),
+        shared.prefix_cache_hits(LEGEND, checks["prefix_cache_evicting"]),
     )
 
 
-def _felt(limits: Thresholds, checks: dict[str, Check]) -> tuple[Panel, ...]:
+def _felt(limits: Thresholds, checks: dict[str, Check]) -> tuple[timeseries.Panel, ...]:
     return (
         graph(
             "Queue time and time to first token, p95",
@@ -142,20 +130,6 @@ def _felt(limits: Thresholds, checks: dict[str, Check]) -> tuple[Panel, ...]:
             checks=(checks["requests_queueing"],),
             limits=steps((GREEN, None), (ORANGE, limits.queue_time_warning_seconds)),
         ),
-        graph(
-            "Time between tokens, p95",
-            [Query(expr=queries.quantile(0.95, INTER_TOKEN_LATENCY), legend=LEGEND)],
-            unit=SECONDS,
-            about="What users see as stutter.",
-        ),
-        graph(
-            "Tokens",
-            [
-                Query(expr=queries.rate(PROMPT_TOKENS), legend=f"prompt {LEGEND}"),
-                Query(expr=queries.rate(GENERATION_TOKENS), legend=f"generated {LEGEND}"),
-            ],
-            unit=TOKENS_PER_SECOND,
-            about="What the engine gets done.",
-            checks=(checks["engine_stalled"],),
-        ),
+        shared.time_between_tokens(LEGEND),
+        shared.tokens(LEGEND, checks["engine_stalled"]),
     )

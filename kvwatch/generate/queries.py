@@ -6,6 +6,7 @@ Its result has one series per engine, with the labels of `ENGINE_LABELS` that th
 
 from kvwatch.finding import Status
 from kvwatch.recording import duration, joined, selectors
+from kvwatch.render.prometheus import CHECK_STATUS, SCRAPE_SUCCESS
 from kvwatch.thresholds import Thresholds
 from kvwatch.vllm_metrics import (
     ADMISSION_REJECTIONS,
@@ -34,14 +35,22 @@ ENGINE_LEGEND = "engine {{engine}}"
 
 # One agent may watch many engines; beside each engine of a fleet stands one, and they all call theirs the same.
 AGENT_LABELS = ("cluster", "namespace", "pod", "target", "model_name", "engine")
-AGENT_LEGEND = "{{pod}} {{target}} {{engine}} {{model_name}}"
+AGENT_LEGEND = "{{model_name}} {{target}} {{engine}} {{pod}}"
 
 RATE = "$__rate_interval"
 """Range of a rate that is drawn over time; Grafana makes it span at least four scrapes."""
 
-AGENT_STATUS = "kvwatch_check_status"
+AGENT_STATUS = CHECK_STATUS
 AGENT_SELECTED = 'pod=~"$pod",target=~"$target",model_name=~"$model_name",engine=~"$engine"'
 """The same selection among the agent's series, which name an engine's page `target`."""
+
+TARGET_LABELS = "cluster, namespace, pod, target"
+UNREADABLE = 4
+"""A verdict beside the codes of kvwatch_check_status."""
+NOTHING = -1
+"""Stands for "no proposal": a value, since VictoriaMetrics takes NaN for no series."""
+REMEMBERED = "1d"
+"""How long an engine that is gone is missed, if it is still to be scraped."""
 
 GENERATED_WHEN_PREEMPTED = 0.2
 """Share of its answer that a request has when it is preempted; see `recomputed_tokens`."""
@@ -117,6 +126,22 @@ def stalled(limits: Thresholds) -> str:
     return f"(({held}) >bool 0)\n* (({tokens(over)}) ==bool 0)"
 
 
+def down() -> str:
+    """1 for each engine of the last day whose target cannot be scraped now, 0 where it can.
+
+    An engine that is down has no series of its own. No series where this Prometheus does not scrape it: see `up`.
+    """
+    known = value(REQUESTS_RUNNING, f"last_over_time({{}}[{REMEMBERED}])")
+    up = 'min by (cluster, job, instance) (up{job=~"$job",instance=~"$instance"})'
+    return f"1 + 0 * {known}\n- on (cluster, job, instance) group_left ()\n{up}"
+
+
+def severities() -> str:
+    """What alerts fire for, by how bad it is: 2 critical, 1 any other severity, as of `Status`."""
+    worst = f"{Status.CRITICAL.code} * ({alerts('critical')} >bool 0)\nor {Status.WARNING.code} * ({alerts()} >bool 0)"
+    return f"max without (severity) (\n{worst}\n)"
+
+
 def alerts(severity: str = ".+") -> str:
     """Firing alerts of kvwatch's rules, by what they fired for; those the agent sends are in Alertmanager only.
 
@@ -124,9 +149,10 @@ def alerts(severity: str = ".+") -> str:
     """
     firing = f'alertname=~"VLLM.+",alertstate="firing",severity=~"{severity}",model_name=~"$model_name"'
     return (
-        "sum by (alertname, severity, job, instance, target, model_name, engine) (\n"
-        f'  ALERTS{{{firing},target="",instance=~"$instance"}}\n'
-        f'  or ALERTS{{{firing},target!="",target=~"$target",pod=~"$pod"}}\n)'
+        "sum by (alertname, severity, job, instance, model_name, engine) (\n"
+        f'  ALERTS{{{firing},target="",instance=~"$instance"}}\n)\n'
+        "or sum by (alertname, severity, pod, target, model_name, engine) (\n"
+        f'  ALERTS{{{firing},target!="",target=~"$target",pod=~"$pod"}}\n)'
     )
 
 
@@ -136,17 +162,29 @@ def rejections(over: str = RATE) -> str:
     return per_engine(calls, "sum", "reason")
 
 
-def agent(name: str, *, by: tuple[str, ...] = ()) -> str:
+def agent(name: str, *, by: tuple[str, ...] = (), matcher: str = "") -> str:
     """A figure of the kvwatch agent, one series per engine; no series without the agent."""
-    return f"max by ({', '.join((*by, *AGENT_LABELS))}) ({name}{{{AGENT_SELECTED}}})"
+    return f"max by ({', '.join((*by, *AGENT_LABELS))}) ({name}{{{AGENT_SELECTED}}}{matcher and ' ' + matcher})"
+
+
+def proposed(name: str) -> str:
+    """A setting that the agent proposes, one series per engine: `NOTHING` where it leaves it as it is."""
+    return f"{agent(name)}\nor 0 * {agent(AGENT_STATUS)} + {NOTHING}"
+
+
+def not_ok() -> str:
+    """Checks of the agent that say warning (1) or critical (2)."""
+    return f"{agent(AGENT_STATUS, by=('check',))} > {Status.OK.code} < {Status.UNKNOWN.code}"
 
 
 def verdict() -> str:
-    """The agent's worst status per engine: 2 critical, 1 warning, 0 ok; 3 where every check is unknown."""
-    unknown = Status.UNKNOWN.code
-    status = f"{AGENT_STATUS}{{{AGENT_SELECTED}}}"
-    labels = ", ".join(AGENT_LABELS)
-    return f"max by ({labels}) ({status} != {unknown})\nor max by ({labels}) ({status})"
+    """The agent's worst status per engine: 2 critical, 1 warning, 0 ok; 3 where every check is unknown, and
+    `UNREADABLE` where the agent cannot read the engine's page.
+    """
+    unreadable = f'max by ({TARGET_LABELS}) ({SCRAPE_SUCCESS}{{pod=~"$pod",target=~"$target"}} == 0)'
+    status = agent(AGENT_STATUS)
+    judged = agent(AGENT_STATUS, matcher=f"!= {Status.UNKNOWN.code}")
+    return f"{UNREADABLE} + 0 * {status}\n+ on ({TARGET_LABELS}) group_left ()\n{unreadable}\nor {judged}\nor {status}"
 
 
 def names(metric: Metric) -> str:
