@@ -29,7 +29,7 @@ from kvwatch.generate.panels import (
     values,
     wide,
 )
-from kvwatch.generate.queries import AGENT_LEGEND, ENGINE_LEGEND
+from kvwatch.generate.queries import ENGINE_LEGEND
 from kvwatch.generate.shared import NO_AGENT, NO_PREDICTION, NOT_KNOWN
 from kvwatch.recording import duration
 from kvwatch.render.prometheus import CAPACITY, EVIDENCE, RECOMMENDED
@@ -125,7 +125,7 @@ def _now(limits: Thresholds, checks: dict[str, Check]) -> tuple[Panel, ...]:
         figure(
             "Verdict of the agent",
             queries.verdict(),
-            legend=AGENT_LEGEND,
+            legend=ENGINE_LEGEND,
             unit=COUNT,
             about="The worst of the agent's checks. Unreadable: the agent gets no page of the engine.",
             checks=(checks["metrics_missing"],),
@@ -174,7 +174,7 @@ def _now(limits: Thresholds, checks: dict[str, Check]) -> tuple[Panel, ...]:
         figure(
             "Cap in flight at",
             queries.proposed(IN_FLIGHT),
-            legend=AGENT_LEGEND,
+            legend=ENGINE_LEGEND,
             unit=NUMBER,
             about="What helps now without a restart: the number of requests in flight to allow at the gateway, as the "
             "agent works it out from today's request lengths. `kvwatch recommend` explains it.",
@@ -255,7 +255,7 @@ def _pool(limits: Thresholds, checks: dict[str, Check]) -> tuple[Panel, ...]:
         figure(
             "Blocks predicted",
             queries.agent(BLOCKS),
-            legend=AGENT_LEGEND,
+            legend=ENGINE_LEGEND,
             unit=NUMBER,
             about="KV blocks that model, flags and GPU should give, worked out by the agent (it needs --model).",
             none=NO_PREDICTION,
@@ -263,7 +263,7 @@ def _pool(limits: Thresholds, checks: dict[str, Check]) -> tuple[Panel, ...]:
         figure(
             "Blocks live",
             queries.agent(LIVE_BLOCKS),
-            legend=AGENT_LEGEND,
+            legend=ENGINE_LEGEND,
             unit=NUMBER,
             about="KV blocks of one engine, as its page tells the agent. Without one, see the table below.",
             checks=(checks["kv_cache_underused"],),
@@ -272,7 +272,7 @@ def _pool(limits: Thresholds, checks: dict[str, Check]) -> tuple[Panel, ...]:
         figure(
             "Live against predicted",
             queries.agent(DEVIATION),
-            legend=AGENT_LEGEND,
+            legend=ENGINE_LEGEND,
             unit=RATIO,
             about="0 is as predicted, -10 % a tenth fewer.",
             checks=(checks["capacity_below_budget"],),
@@ -282,7 +282,7 @@ def _pool(limits: Thresholds, checks: dict[str, Check]) -> tuple[Panel, ...]:
         figure(
             "Tokens it holds",
             queries.agent(LIVE_TOKENS),
-            legend=AGENT_LEGEND,
+            legend=ENGINE_LEGEND,
             unit=COUNT,
             about="As vLLM counts them: its concurrency at the maximum length times that length.",
             none=NOT_KNOWN,
@@ -290,7 +290,7 @@ def _pool(limits: Thresholds, checks: dict[str, Check]) -> tuple[Panel, ...]:
         figure(
             "Full-length requests",
             queries.agent(CONCURRENCY),
-            legend=AGENT_LEGEND,
+            legend=ENGINE_LEGEND,
             unit=COUNT,
             about="How many requests of max_model_len fit at once. Below 1, one of them can never run.",
             checks=(checks["context_exceeds_capacity"],),
@@ -300,7 +300,7 @@ def _pool(limits: Thresholds, checks: dict[str, Check]) -> tuple[Panel, ...]:
         figure(
             "Requests carried",
             queries.agent(CARRIED),
-            legend=AGENT_LEGEND,
+            legend=ENGINE_LEGEND,
             unit=COUNT,
             decimals=0,
             about="Requests of today's lengths that the KV cache carries to their end.",
