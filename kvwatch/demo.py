@@ -54,7 +54,7 @@ class Recording:
         if elapsed_seconds < end:
             return self._recorded(elapsed_seconds)
         times, offset = divmod(elapsed_seconds - start, end - start)
-        return _continued(self._recorded(start + offset), self.growth, int(times))
+        return continued(self._recorded(start + offset), self.growth, int(times))
 
     def _recorded(self, offset_seconds: float) -> bytes:
         return self.pages[bisect_right(self.offsets_seconds, offset_seconds) - 1]
@@ -78,7 +78,7 @@ def growth_between(before: bytes, after: bytes) -> dict[bytes, Fraction]:
     return grown
 
 
-def _continued(page: bytes, growth: Mapping[bytes, Fraction], times: int) -> bytes:
+def continued(page: bytes, growth: Mapping[bytes, Fraction], times: int) -> bytes:
     """The page with its counters `times` repetitions later."""
     return b"".join(_line_continued(line, growth, times) + b"\n" for line in page.splitlines())
 

@@ -218,6 +218,16 @@ def test_what_the_agent_leaves_as_it_is_differs_from_what_is_not_known(dashboard
         assert panel["fieldConfig"]["defaults"]["noValue"] == "no agent"
 
 
+def test_the_pictures_show_every_dashboard_dark_and_light_at_two_widths() -> None:
+    page = (ROOT / "docs/dashboards.md").read_text()
+    names = [uid.removeprefix("kvwatch-") for uid in DASHBOARDS]
+    pictures = {f"dashboard-{n}-{theme}-{w}.png" for n in names for theme in ("dark", "light") for w in (1280, 1920)}
+    pictures |= {"dashboard-engine-top.png"}
+    assert pictures == {path.name for path in (ROOT / "docs/images").iterdir()}
+    assert [name for name in sorted(pictures) if f"(images/{name})" not in page] == []
+    assert [name for name in sorted(pictures) if (ROOT / "docs/images" / name).stat().st_size > 300_000] == []
+
+
 def test_every_setting_that_is_ever_proposed_is_shown() -> None:
     shown = {name for query in ASKED for name in metric_names(query.expr) if name.startswith("kvwatch_recommended_")}
     assert shown == {name for name, _ in RECOMMENDED.values()}
