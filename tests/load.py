@@ -13,6 +13,10 @@ import time
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
+ANSWER_SECONDS = 1200  # of a request that is preempted again and again, on a machine that is busy with other things
+# What a client sees of a connection that the server has closed meanwhile; RemoteDisconnected is one of them.
+_CLOSED_WHILE_IDLE = (BrokenPipeError, ConnectionResetError)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
@@ -58,7 +62,7 @@ class Load:
     def start(self) -> None:
         parts = urlsplit(self.address)
         for number in range(self.traffic.clients):
-            connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=300)
+            connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=ANSWER_SECONDS)
             connection.connect()
             self._connections.append(connection)
             self._threads.append(threading.Thread(target=self._client, args=(number, connection), daemon=True))
@@ -103,20 +107,27 @@ class Load:
                 return
 
     def _send(self, connection: http.client.HTTPConnection, body: dict[str, object]) -> str | None:
-        """Post a completion; on a new connection where the server has closed the idle one (uvicorn does, after 5 s)."""
-        problem = _post(connection, body)
-        if problem is not None and "BrokenPipeError" in problem and not self._stopping.is_set():
+        """Post a completion; on a new connection where the server has closed the idle one (uvicorn does, after 5 s).
+
+        What went wrong, or None.
+        """
+        try:
+            return _post(connection, body)
+        except _CLOSED_WHILE_IDLE as error:
+            if self._stopping.is_set():
+                return repr(error)
             connection.close()
-            problem = _post(connection, body)
-        return problem
+        except (OSError, http.client.HTTPException) as error:
+            return repr(error)
+        try:
+            return _post(connection, body)
+        except (OSError, http.client.HTTPException) as error:
+            return repr(error)
 
 
 def _post(connection: http.client.HTTPConnection, body: dict[str, object]) -> str | None:
-    """Post a completion and read its answer; what went wrong, or None."""
-    try:
-        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-        response = connection.getresponse()
-        answer = response.read()
-    except (OSError, http.client.HTTPException) as error:
-        return repr(error)
+    """Post a completion and read its answer; what the server refused, or None."""
+    connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+    response = connection.getresponse()
+    answer = response.read()
     return None if response.status == 200 else f"HTTP status {response.status}: {answer[:200]!r}"

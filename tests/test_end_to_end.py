@@ -8,7 +8,8 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ ALERT = "VLLMPreemptionsSustained"
 # Ranges and waits of the rules are divided by this: a rate over 15 s, not 5 minutes; critical after 6 s, not 2 minutes.
 SPEED_UP = 20
 RULE, AGENT = "prometheus", "agent"
+# Until something happens that takes seconds, or half a minute, where nothing else uses the machine.
+PATIENCE_SECONDS = 900.0
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +67,7 @@ def thrashing(engine: str, receiver: Webhook) -> Iterator[Load]:
     try:
         eventually(
             lambda: load.errors or (load.answered >= OUTGROWING.clients and preemptions(engine) >= before + 5),
-            within_seconds=480,
+            within_seconds=PATIENCE_SECONDS,
         )
         assert load.errors == []
         yield load
@@ -92,17 +95,28 @@ class Verdict:
         return {change["setting"]: change["proposed"] for change in self.engine["recommendations"]}
 
 
-def recommend(address: str, *flags: str) -> Callable[[], Verdict]:
-    """Start `kvwatch recommend`; what it returns waits for the verdict."""
-    command = [sys.executable, "-m", "kvwatch", "recommend", address, "--output", "json", *flags]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def recommended(address: str, *flags: tuple[str, ...]) -> list[Verdict]:
+    """What `kvwatch recommend` says with each of these flags, looking at the same time."""
+    command = [sys.executable, "-m", "kvwatch", "recommend", address, "--output", "json"]
+    with contextlib.ExitStack() as stack:
+        processes = []
+        for more in flags:
+            process = subprocess.Popen([*command, *more], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            stack.callback(ended, process)
+            processes.append(process)
+        return [verdict_of(process) for process in processes]
 
-    def verdict() -> Verdict:
-        out, err = process.communicate(timeout=120)
-        assert process.returncode in {0, 1}, err
-        return Verdict(exit_code=process.returncode, report=json.loads(out))
 
-    return verdict
+def verdict_of(process: "subprocess.Popen[str]") -> Verdict:
+    out, err = process.communicate(timeout=PATIENCE_SECONDS)
+    assert process.returncode in {0, 1}, err
+    return Verdict(exit_code=process.returncode, report=json.loads(out))
+
+
+def ended(process: "subprocess.Popen[str]") -> None:
+    """Whatever became of the test, the process is gone and its pipes are closed."""
+    process.kill()
+    process.communicate()
 
 
 def test_a_healthy_engine_gets_no_warning(engine: str, receiver: Webhook) -> None:
@@ -110,8 +124,8 @@ def test_a_healthy_engine_gets_no_warning(engine: str, receiver: Webhook) -> Non
     load.start()
     try:
         # The first requests of a server are slow.
-        eventually(lambda: load.errors or load.answered >= SHORT.clients, within_seconds=120)
-        verdict = recommend(engine, "--window", "10s")()
+        eventually(lambda: load.errors or load.answered >= SHORT.clients, within_seconds=PATIENCE_SECONDS)
+        [verdict] = recommended(engine, ("--window", "10s"))
     finally:
         load.stop()
     assert load.errors == []
@@ -123,8 +137,8 @@ def test_a_healthy_engine_gets_no_warning(engine: str, receiver: Webhook) -> Non
 
 
 def test_a_thrashing_engine_is_named_with_what_to_change(engine: str, thrashing: Load) -> None:
-    started = recommend(engine, "--window", "20s"), recommend(engine, "--window", "20s", "--vllm-version", "0.20.0")
-    verdict, on_an_older_vllm = (wait() for wait in started)
+    window = ("--window", f"{window_with_preemptions(engine):.0f}s")
+    verdict, on_an_older_vllm = recommended(engine, window, (*window, "--vllm-version", "0.20.0"))
     assert thrashing.errors == []
     assert verdict.exit_code == 1
     thrash = verdict.finding("preemptions_sustained")
@@ -145,9 +159,8 @@ def test_a_thrashing_engine_is_named_with_what_to_change(engine: str, thrashing:
 
 @pytest.mark.parametrize("sender", [AGENT, RULE])
 def test_the_alert_reaches_the_receiver(receiver: Webhook, thrashing: Load, sender: str) -> None:
-    alert = eventually(lambda: latest(receiver, sender), within_seconds=90)
+    alert = eventually(lambda: firing(receiver, sender), within_seconds=PATIENCE_SECONDS)
     assert thrashing.errors == []
-    assert alert["status"] == "firing"
     assert alert["labels"]["model_name"] == "tiny-llama"
     assert alert["labels"]["engine"] == "0"
     assert alert["annotations"]["runbook_url"].endswith("/docs/checks/preemptions_sustained.md")
@@ -158,9 +171,9 @@ def test_recovery_resolves_the_alert(receiver: Webhook, thrashing: Load) -> None
     def all_are(status: str) -> bool:
         return all(latest(receiver, sender).get("status") == status for sender in (AGENT, RULE))
 
-    eventually(lambda: all_are("firing"), within_seconds=90)
+    eventually(lambda: all_are("firing"), within_seconds=PATIENCE_SECONDS)
     thrashing.stop()
-    eventually(lambda: all_are("resolved"), within_seconds=120)
+    eventually(lambda: all_are("resolved"), within_seconds=PATIENCE_SECONDS)
 
 
 def bad_findings(verdict: Verdict) -> list[str]:
@@ -168,8 +181,16 @@ def bad_findings(verdict: Verdict) -> list[str]:
 
 
 def preemptions(address: str) -> float:
-    [line] = [line for line in get(f"{address}/metrics").splitlines() if line.startswith("vllm:num_preemptions_total")]
+    page = get(f"{address}/metrics", timeout_seconds=60)
+    [line] = [line for line in page.splitlines() if line.startswith("vllm:num_preemptions_total")]
     return float(line.rpartition(" ")[2])
+
+
+def window_with_preemptions(address: str) -> float:
+    """Seconds in which the engine preempts ten times at its present pace, 20 at least: a busy machine is slow."""
+    before, started = preemptions(address), time.monotonic()
+    eventually(lambda: preemptions(address) >= before + 10, within_seconds=PATIENCE_SECONDS, every_seconds=0.5)
+    return max(20.0, time.monotonic() - started)
 
 
 def latest(receiver: Webhook, sender: str) -> dict[str, Any]:
@@ -183,6 +204,12 @@ def latest(receiver: Webhook, sender: str) -> dict[str, Any]:
         and alert["labels"].get("sent_by", AGENT) == sender
     ]
     return words[-1] if words else {}
+
+
+def firing(receiver: Webhook, sender: str) -> dict[str, Any]:
+    """The last word, where it is that the alert fires; empty otherwise, as between two bursts on a slow machine."""
+    alert = latest(receiver, sender)
+    return alert if alert.get("status") == "firing" else {}
 
 
 @contextlib.contextmanager
@@ -203,7 +230,7 @@ def kvwatch_agent(folder: Path, engine: str, manager: str) -> Iterator[str]:
         manager,
     )
     with running((*command, *hasty), log=folder / "agent.log", ready_url=f"http://{listen}/healthz"):
-        eventually(lambda: answers(f"http://{listen}/readyz"))
+        eventually(lambda: answers(f"http://{listen}/readyz"), within_seconds=PATIENCE_SECONDS)
         yield listen
 
 
