@@ -25,6 +25,10 @@ MINIMUM_INTERVALS = 5
 # A fit that misses interval by interval by more than this says nothing about other settings.
 LARGEST_ERROR_RATIO = 0.25
 TOKENS_TO_DOUBLE_A_STEP = 300
+# No engine makes a million steps in a second: such a counter is another's, or wrong.
+SHORTEST_STEP_SECONDS = 1e-6
+# A step computes before it reads: costs by which less than this share of the time is computing are no engine's.
+_LEAST_COMPUTING_RATIO = 0.01
 _EXACT = 1e-12  # a squared error of this share is one of rounding
 
 
@@ -104,12 +108,15 @@ def busy_intervals(window: Window, *, pool_tokens: int, tokens_per_preemption: f
             continue
         steps, tokens = second.count - first.count, second.sum - first.sum
         again = (after.get(PREEMPTIONS) or 0.0) - (before.get(PREEMPTIONS) or 0.0)
+        seconds = after.at_seconds - before.at_seconds
         if steps <= 0 or tokens < 0 or again < 0 or not (_is_busy(before) and _is_busy(after)):
+            continue
+        if seconds < steps * SHORTEST_STEP_SECONDS:
             continue
         usage = ((before.get(KV_CACHE_USAGE) or 0.0) + (after.get(KV_CACHE_USAGE) or 0.0)) / 2
         found.append(
             BusyInterval(
-                seconds=after.at_seconds - before.at_seconds,
+                seconds=seconds,
                 steps=steps,
                 tokens=tokens + again * tokens_per_preemption,
                 kv_tokens=steps * usage * pool_tokens,
@@ -149,11 +156,20 @@ def _least_squares(intervals: Sequence[BusyInterval]) -> tuple[float, float, flo
             for column, value in zip(columns, solved, strict=True):
                 full[column] = value
             coefficients = (full[0], full[1], full[2])
+            if not _computes(intervals, coefficients):
+                continue
             error = math.fsum(((i.seconds - _predicted(i, coefficients)) ** 2) / i.steps for i in intervals)
             score = n * math.log(max(error, floor) / n) + size * math.log(n)
             if best is None or score < best[0]:
                 best = (score, coefficients)
     return best[1] if best else None
+
+
+def _computes(intervals: Sequence[BusyInterval], coefficients: tuple[float, float, float]) -> bool:
+    """Whether steps take time before they read anything: else the first token of a short prompt would take none."""
+    step, per_token, _ = coefficients
+    computing = math.fsum(i.steps * step + i.tokens * per_token for i in intervals)
+    return computing >= _LEAST_COMPUTING_RATIO * math.fsum(i.seconds for i in intervals)
 
 
 def _solve(intervals: Sequence[BusyInterval], columns: Sequence[int]) -> list[float] | None:

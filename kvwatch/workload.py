@@ -320,7 +320,9 @@ def _arrival_times(spans: Sequence[ArrivalSpan], count: int, rng: random.Random)
     while len(times) < count:
         for span in spans[1:]:
             start = repetition * length + span.start_seconds
-            times += [start + rng.random() * span.seconds for _ in range(span.requests)]
+            drawn = min(span.requests, count)  # of more than are wanted, the first
+            seconds = span.seconds * (drawn / max(1, span.requests))
+            times += [start + rng.random() * seconds for _ in range(drawn)]
         repetition += 1
     return sorted(round(at, 6) for at in times[:count])
 

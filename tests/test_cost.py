@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from fake_engine import FakeEngine
@@ -59,6 +60,25 @@ def test_pages_whose_times_no_cost_explains_give_none() -> None:
         warped.append(replace(snapshot, at_seconds=at))
         at += rng.choice([0.2, 1.0, 8.0])
     assert fit_cost(Window(tuple(warped)), pool_tokens=2047 * 16, tokens_per_preemption=0.0) is None
+
+
+def test_a_step_that_reads_nothing_takes_time_as_well() -> None:
+    """Pages by which time is spent on reading the cache alone: a short prompt with one token would take none."""
+    window = window_of(CostModel(step_seconds=0.02))
+    at, warped = 0.0, []
+    for before, after in pairwise(window.snapshots):
+        warped.append(replace(before, at_seconds=at))
+        steps = after.histograms["iteration_tokens_total"].count - before.histograms["iteration_tokens_total"].count
+        at += 1e-3 + steps * (before.values["kv_cache_usage_perc"] + after.values["kv_cache_usage_perc"])
+    fit = fit_cost(Window(tuple(warped)), pool_tokens=2047 * 16, tokens_per_preemption=0.0)
+    assert fit is None or fit.cost.step_seconds + fit.cost.per_token_seconds > 1e-4
+
+
+def test_a_million_steps_in_a_second_are_not_believed() -> None:
+    window = window_of(CostModel(step_seconds=0.02))
+    hasty = Window(tuple(replace(s, at_seconds=s.at_seconds * 1e-5) for s in window.snapshots))
+    assert fit_cost(hasty, pool_tokens=2047 * 16, tokens_per_preemption=0.0) is None
+    assert seconds_per_step(hasty) is None
 
 
 def test_few_pages_give_none() -> None:

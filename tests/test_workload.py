@@ -123,6 +123,20 @@ def test_an_open_loop_repeats_the_arrivals_that_the_pages_show(seconds_between: 
     assert max(abs(ours - theirs.at_seconds) for ours, theirs in zip(drawn, requests, strict=False)) < 5
 
 
+def test_of_more_arrivals_than_are_wanted_the_first_are_drawn() -> None:
+    """A counter may jump by more than memory holds."""
+    rng = random.Random(5)
+    at = [rng.uniform(0, 100) for _ in range(240)]
+    load = played(
+        [Request(prompt_tokens=400, output_tokens=200, at_seconds=round(t, 3)) for t in sorted(at)], clients=None
+    )
+    many = replace(load, arrivals=tuple(replace(span, requests=span.requests * 10**12) for span in load.arrivals[1:]))
+    many = replace(many, arrivals=(load.arrivals[0], *many.arrivals))
+    drawn = [request.at_seconds for request in many.requests(seed=0, count=200)]
+    assert len(drawn) == 200
+    assert max(drawn) < 1e-6
+
+
 def test_long_prompts_with_long_answers_are_told_from_long_prompts_with_short_ones() -> None:
     rng = random.Random(7)
 
