@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 from kvwatch.checks.check import EngineView
 from kvwatch.errors import KvwatchError
+from kvwatch.objective import CALM_PREEMPTIONS_PER_REQUEST
 from kvwatch.settings_now import with_budget
 from kvwatch.simulation import Request, SchedulerSettings, SimulationResult
 from kvwatch.simulator import simulate
@@ -95,7 +96,7 @@ def _pool(
     note: str = "",
 ) -> Iterator[CapacityChange]:
     """The change, if the budget can be recomputed with it and gives more blocks' worth of tokens."""
-    under = _under(view, settings, {setting: value})
+    under = _under(view, trial, settings, {setting: value})
     if under is None or _pool_tokens(under[0]) <= _pool_tokens(settings):
         return
     yield CapacityChange(
@@ -110,10 +111,10 @@ def _pool(
 
 
 def _under(
-    view: EngineView, settings: SchedulerSettings, changes: Mapping[str, Any]
+    view: EngineView, trial: Trial, settings: SchedulerSettings, changes: Mapping[str, Any]
 ) -> tuple[SchedulerSettings, float] | None:
     """The settings on the pool of a budget recomputed with these flags, and its concurrency; None where vLLM refuses
-    them, or nobody can say.
+    them, where the load's longest request would no longer fit, or nobody can say.
     """
     if view.facts.budget is None or view.facts.budget_under is None:
         return None
@@ -122,7 +123,10 @@ def _under(
     except KvwatchError:  # such a flag is no option here
         return None
     changed = with_budget(settings, view.facts.budget, budget)
-    return None if changed is None else (changed, budget.max_concurrency)
+    longest_tokens = max(r.prompt_tokens + r.output_tokens for draw in trial.draws for r in draw)
+    if changed is None or changed.admission_blocks(longest_tokens - 1) > changed.usable_blocks:
+        return None
+    return changed, budget.max_concurrency
 
 
 def _pool_tokens(settings: SchedulerSettings) -> int:
@@ -137,7 +141,7 @@ def _batches(view: EngineView, trial: Trial, settings: SchedulerSettings) -> Ite
     for value in (now // 2, 2 * now):
         if value < settings.max_num_seqs or value < settings.block_size:
             continue
-        under = _under(view, settings, {"max_num_batched_tokens": value})
+        under = _under(view, trial, settings, {"max_num_batched_tokens": value})
         if under is None and value > now:
             continue  # how much smaller the pool gets is not known
         pool, concurrency = under or (settings, None)
@@ -250,12 +254,13 @@ def needed_change(
 
     While requests are preempted it must leave a fifth of the present preemptions, or `harm_per_request` per request.
     While they only queue: give a tenth more throughput or, where time is known, half the 99th percentile of the time to
-    first token. Requests are refused only where long ones are the trouble.
+    first token, and not preempt for it. Requests are refused only where long ones are the trouble.
     """
 
     def ends_it(tried: Tried) -> bool:
         if not is_preempting:
-            return _ends_waiting(tried, best, is_timed)
+            calm = tried.preemptions_per_request <= max(CALM_PREEMPTIONS_PER_REQUEST, best.preemptions_per_request)
+            return calm and _ends_waiting(tried, best, is_timed)
         return tried.preemptions_per_request <= max(harm_per_request, ENDED_RATIO * now.preemptions_per_request)
 
     if is_preempting and ends_it(best):

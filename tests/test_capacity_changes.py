@@ -165,6 +165,25 @@ def test_a_flag_that_vllm_refuses_is_no_option() -> None:
     assert {("replicas", 2)} == {key for key in changes(asked("usual", facts)) if key[0] != "max_num_batched_tokens"}
 
 
+def test_a_pool_that_the_longest_request_no_longer_fits_is_no_option() -> None:
+    """The live pool is smaller than its budget, and a larger batch makes it smaller still: that one row is left out."""
+    rng = random.Random(3)
+    requests = of_lengths(20, 2500)[:150]
+    for place in range(0, 150, 10):
+        requests[place] = Request(prompt_tokens=2990, output_tokens=rng.randint(1050, 1100))
+    window = played(requests, replace(POOL, num_gpu_blocks=34), clients=6)
+    engine = replace(GIVEN, kv_cache_memory_bytes=40 * BLOCK_BYTES, max_num_batched_tokens=2048)
+
+    def under(changes: Mapping[str, Any]) -> Budget:
+        size = 34 if changes.get("max_num_batched_tokens") == 4096 else 40
+        return predict(MODEL, replace(engine, **{**changes, "kv_cache_memory_bytes": size * BLOCK_BYTES}))
+
+    facts = EngineFacts(budget=under({}), budget_under=under, vllm_version="0.32.0")
+    (engine_report,) = report([window], facts={window.key.target: facts}, simulate=True).engines
+    assert {("max_num_batched_tokens", 1024), ("replicas", 2)} <= changes(engine_report).keys()
+    assert ("max_num_batched_tokens", 4096) not in changes(engine_report)
+
+
 def test_a_batch_that_is_only_assumed_is_not_varied() -> None:
     assert "max_num_batched_tokens" not in {setting for setting, _ in changes(asked("usual"))}
 
@@ -298,6 +317,15 @@ def test_requests_are_refused_only_where_long_ones_are_the_trouble() -> None:
     changes = (change("max_model_len", tried(0)), change("replicas", tried(0)))
     assert needed(*changes, best=tried(50)) == "replicas"
     assert needed(*changes, best=tried(50), may_refuse=True) == "max_model_len"
+
+
+@pytest.mark.parametrize(("preemptions", "setting"), [(2, "kv_cache_dtype"), (3, "replicas")])
+def test_a_queue_is_not_ended_by_what_preempts(preemptions: int, setting: str) -> None:
+    changes = (
+        change("kv_cache_dtype", tried(preemptions, tokens_per_second=2000.0)),
+        change("replicas", tried(0, tokens_per_second=2000.0)),
+    )
+    assert needed(*changes, best=tried(0), is_preempting=False) == setting
 
 
 def test_nothing_is_proposed_where_nothing_ends_it() -> None:
