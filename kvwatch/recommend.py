@@ -7,6 +7,8 @@ no cap is raised and no watermark lowered: the answer, once applied, is not foll
 cannot be reconstructed, `analytic` estimates by formula.
 """
 
+import contextlib
+import math
 from collections.abc import Iterator, Sequence
 
 from kvwatch.analytic import estimate
@@ -16,7 +18,7 @@ from kvwatch.checks.concurrency_oversubscribed import peak_in_flight
 from kvwatch.errors import NoData, SettingError
 from kvwatch.finding import Finding, Status
 from kvwatch.flag_releases import has_flag
-from kvwatch.objective import Objective
+from kvwatch.objective import CALM_PREEMPTIONS_PER_REQUEST, Objective
 from kvwatch.proposal import (
     HARM,
     Confidence,
@@ -58,7 +60,10 @@ def recommend(
         studied, turned_away = None, str(missing)
     if studied is not None:
         long_ones = any(f.check == "long_context_monopoly" and f.status is Status.WARNING for f in findings)
-        return _Answer(view, because, limits, studied, may_refuse=long_ones).proposals()
+        answer = _Answer(view, because, limits, studied, may_refuse=long_ones)
+        if answer.shows_the_harm:
+            return answer.proposals()
+        return answer.without_proposals(estimate(view, findings, limits))
     known = estimate(view, findings, limits)
     return Proposals(
         recommendations=known.recommendations,
@@ -107,14 +112,47 @@ class _Answer:
             simulation=self._basis(),
         )
 
+    @property
+    def shows_the_harm(self) -> bool:
+        """False where requests are preempted and next to none are in the simulation: it cannot say what would help."""
+        is_calm = self._study.flags.now.preemptions_per_request <= CALM_PREEMPTIONS_PER_REQUEST
+        return self._because[0] != HARM[0] or not is_calm or not self._is_off_by(_ROUGHLY_RATIO)
+
+    def without_proposals(self, known: Proposals) -> Proposals:
+        """What is known without the simulation, and what was simulated, for its inputs show what may be wrong."""
+        study = self._study
+        reason = (
+            f"the simulation gives {study.flags.now.preemptions_per_request:.2f} preemptions per request where "
+            f"{study.observed_per_request:.2f} were seen, so nothing is chosen by it; give the flags of the engine "
+            "(--vllm-args), or sample a longer --window"
+        )
+        return Proposals(
+            recommendations=known.recommendations,
+            withheld=(*known.withheld, Withheld(setting="max_num_seqs", reason=reason)),
+            options=self._options(decides=False),
+            simulation=self._basis(),
+        )
+
     def _without_restart(self) -> tuple[Recommendation, ...]:
         outcome, change, made = self._study.gateway, self._needed, []
-        peak = int(peak_in_flight(self._view.window.last(self._limits.hold_seconds)))
-        if outcome.is_change_worth_it and (outcome.best.in_flight or 0) < peak:
+        peak = self._peak_in_flight()
+        if outcome.is_change_worth_it and (outcome.best.in_flight or 0) < peak and not self._raises_cap:
             made.append(self._gateway(outcome.best, peak))
         if change is not None and change.apply == "now":
             made.append(self._capacity(change))
         return tuple(made)
+
+    def _peak_in_flight(self) -> int:
+        """The most requests at a time lately; in the whole window, where the latest pages do not show them."""
+        with contextlib.suppress(NoData):
+            return int(peak_in_flight(self._view.window.last(self._limits.hold_seconds)))
+        return int(peak_in_flight(self._view.window))  # a load without them could not be reconstructed
+
+    @property
+    def _raises_cap(self) -> bool:
+        """Whether more requests are to run at a time: a cap of those in flight would keep them from it."""
+        flags = self._study.flags
+        return flags.best.settings.max_num_seqs > flags.now.settings.max_num_seqs
 
     def _with_restart(self) -> tuple[Recommendation, ...]:
         """The best flags; with a larger pool those that were simulated together with it."""
@@ -126,6 +164,8 @@ class _Answer:
     def _withheld(self, now: Sequence[Recommendation], restart: Sequence[Recommendation]) -> Iterator[Withheld]:
         if not any(made.setting == "gateway_max_in_flight" for made in now) and self._study.flags.is_change_worth_it:
             reason = "no cap of the requests in flight does better than the present settings"
+            if self._raises_cap:
+                reason = "a cap of the requests in flight would keep the higher max_num_seqs from being reached"
             yield Withheld(setting="gateway_max_in_flight", reason=reason)
         if not restart:
             yield Withheld(setting="max_num_seqs", reason=self._nothing_better())
@@ -148,15 +188,22 @@ class _Answer:
     def confidence(self) -> Confidence:
         """How well the simulation of the present settings reproduces the preemptions seen, and on how much it rests."""
         study = self._study
-        seen, simulated = study.observed_per_request, study.flags.now.preemptions_per_request
-        finished = self._view.window.increase(REQUEST_SUCCESS)
-        spread = 2 / max(1.0, finished) ** 0.5 * max(seen, 0.1) ** 0.5  # of a count of that size, twice its deviation
-        low, high = sorted((max(seen, 1e-9), max(simulated, 1e-9)))
-        if study.load.source == "lifetime" or high > _ROUGHLY_RATIO * low + spread:
+        if study.load.source == "lifetime" or self._is_off_by(_ROUGHLY_RATIO):
             return "low"
-        if high > _REPRODUCED_RATIO * low + spread or finished < 100 or study.fit is None:
+        if self._is_off_by(_REPRODUCED_RATIO) or self._finished < 100 or study.fit is None:
             return "medium"
         return "high"
+
+    def _is_off_by(self, ratio: float) -> bool:
+        """Whether the preemptions simulated are off those seen by more than this ratio, and by more than chance."""
+        seen, simulated = self._study.observed_per_request, self._study.flags.now.preemptions_per_request
+        spread = 2 * math.sqrt(max(seen, 0.1) / max(1.0, self._finished))  # of such a count, twice its deviation
+        low, high = sorted((max(seen, 1e-9), max(simulated, 1e-9)))
+        return high > ratio * low + spread
+
+    @property
+    def _finished(self) -> float:
+        return self._view.window.increase(REQUEST_SUCCESS)
 
     def _gateway(self, best: Tried, peak: int) -> Recommendation:
         cap = best.in_flight or 0
@@ -238,14 +285,15 @@ class _Answer:
             predicted["max_concurrency"] = round(change.max_concurrency, 2)
         return predicted
 
-    def _options(self) -> tuple[SettingOption, ...]:
+    def _options(self, *, decides: bool = True) -> tuple[SettingOption, ...]:
+        """All that was simulated; what is proposed goes by that name, unless nothing is decided by it."""
         studied = self._study
         flags, gateway = studied.flags, studied.gateway
         named = [("now", flags.now)]
-        enlarged = self._needed if self._needed and self._needed.apply == "restart" else None
-        if flags.is_change_worth_it:
+        enlarged = self._needed if decides and self._needed and self._needed.apply == "restart" else None
+        if flags.is_change_worth_it and decides:
             named.append(("flags alone" if enlarged else "proposed", flags.best))
-        if gateway.is_change_worth_it:
+        if gateway.is_change_worth_it and decides:
             named.append(("gateway", gateway.best))
         named += flags.alternatives
         rows = [option_of(name, tried, flags.now, studied) for name, tried in named]

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from kvwatch.capacity_changes import CapacityChange, capacity_changes
 from kvwatch.checks.check import EngineView
-from kvwatch.cost import CostFit, assumed_cost, fit_cost, seconds_per_step, tokens_per_step
+from kvwatch.cost import SHORTEST_STEP_SECONDS, CostFit, assumed_cost, fit_cost, seconds_per_step, tokens_per_step
 from kvwatch.errors import NoData
 from kvwatch.objective import Objective
 from kvwatch.proposal import SettingOption
@@ -79,9 +79,10 @@ def trial_of(view: EngineView, load: OfferedLoad) -> tuple[Trial, CostFit | None
 
 def _mean_gap(window: Window) -> float | None:
     try:
-        return window.average(INTER_TOKEN_LATENCY)
+        gap = window.average(INTER_TOKEN_LATENCY)
     except NoData:
         return None
+    return gap if gap >= SHORTEST_STEP_SECONDS else None
 
 
 def option_of(
@@ -94,7 +95,9 @@ def option_of(
         for one, other in zip(tried.runs, now.runs, strict=True)
     ]
     timed = study.fit is not None
-    hidden = not study.load.max_num_seqs_known and tried.settings.max_num_seqs == now.settings.max_num_seqs
+    # what a gateway holds back may be simulated as a queue of the engine's; its flags stay as they are
+    settings = tried.settings if tried.in_flight is None else now.settings
+    hidden = not study.load.max_num_seqs_known and settings.max_num_seqs == now.settings.max_num_seqs
 
     def ratio(field: str) -> float | None:
         ours = mean_of(getattr(one, field) for one in tried.runs)
@@ -105,8 +108,8 @@ def option_of(
         name=name,
         setting=change.setting if change else None,
         value=change.proposed if change else None,
-        max_num_seqs=None if hidden else tried.settings.max_num_seqs,
-        watermark=tried.settings.watermark,
+        max_num_seqs=None if hidden else settings.max_num_seqs,
+        watermark=settings.watermark,
         gateway_max_in_flight=tried.in_flight,
         num_gpu_blocks=tried.settings.num_gpu_blocks,
         preemptions_per_request=round(tried.preemptions_per_request, 4),

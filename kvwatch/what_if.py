@@ -16,7 +16,7 @@ from statistics import fmean, stdev
 from typing import TypeVar
 
 from kvwatch.flag_releases import has_flag
-from kvwatch.objective import THROUGHPUT_KEPT_RATIO, Objective, Option, choose
+from kvwatch.objective import CALM_PREEMPTIONS_PER_REQUEST, THROUGHPUT_KEPT_RATIO, Objective, Option, choose
 from kvwatch.simulation import CostModel, Request, SchedulerSettings, SimulationResult
 from kvwatch.simulator import simulate
 from kvwatch.versions import Version
@@ -37,7 +37,8 @@ _AS_CALM_RATIO, _AS_CALM_PREEMPTIONS = 1.25, 2.0
 class Trial:
     """What is simulated: draws of requests, how they arrive, the present settings, what a step costs.
 
-    Without `may_loosen` no cap above the present one and no watermark below it is tried.
+    Without `may_loosen` no cap above the present one and no watermark below it is tried. With it, nothing is chosen
+    that is not calm, unless the present settings preempt as often: it would have to be taken back.
     """
 
     settings: SchedulerSettings
@@ -207,7 +208,8 @@ class _Search:
         now = self._trial.settings
         by_cap = {cap: self._first_draw((with_seqs(now, cap, now.watermark), None)) for cap in caps}
         by_share = {share: self._first_draw((with_seqs(now, now.max_num_seqs, share), None)) for share in watermarks}
-        fastest = max(one.output_tokens_per_second for one in (*by_cap.values(), *by_share.values(), self._now))
+        tried = self._allowed((*by_cap.values(), *by_share.values(), self._now))
+        fastest = max(one.output_tokens_per_second for one in tried)
 
         def is_idle(one: Tried) -> bool:
             slow = one.output_tokens_per_second < _IDLE_RATIO * fastest
@@ -216,6 +218,11 @@ class _Search:
         kept = tuple(share for share, one in by_share.items() if share == now.watermark or not is_idle(one))
         return tuple(cap for cap, one in by_cap.items() if not is_idle(one)), kept
 
+    def _allowed(self, tried: Iterable[Tried]) -> list[Tried]:
+        """Those that may be chosen; the present settings always may."""
+        most = max(CALM_PREEMPTIONS_PER_REQUEST, self._now.preemptions_per_request)
+        return [one for one in tried if not self._trial.may_loosen or one.preemptions_per_request <= most]
+
     def _first_draw(self, key: _Key) -> Tried:
         if key not in self._drafts:
             self._drafts[key] = run(self._trial, *key, draws=(0,))
@@ -223,14 +230,15 @@ class _Search:
 
     def run(self, asked: Iterable[_Key]) -> None:
         """Try all on the first draw, and the promising ones on the others."""
-        first = {key: self._first_draw(key) for key in asked if key not in self._full}
+        drafts = {key: self._first_draw(key) for key in asked if key not in self._full}
+        first = {key: draft for key, draft in drafts.items() if self._allowed((draft,))}
         for key in self._promising(first):
             rest = run(self._trial, *key, draws=range(1, len(self._trial.draws)))
             self._full[key] = replace(first[key], runs=(*first[key].runs, *rest.runs))
 
     def refine(self, caps: Sequence[int], watermarks: Sequence[float]) -> None:
         """Try the values halfway between the best ones and their neighbours."""
-        best = self._chosen(list(self._full.values())).settings
+        best = self._chosen(self._allowed(self._full.values())).settings
         between = [(cap + best.max_num_seqs) // 2 for cap in _neighbours(caps, best.max_num_seqs)]
         shares = [round((share + best.watermark) / 2, 3) for share in _neighbours(watermarks, best.watermark)]
         asked = [with_seqs(best, cap, best.watermark) for cap in between]
@@ -238,7 +246,7 @@ class _Search:
         self.run((settings, None) for settings in asked)
 
     def outcome(self) -> Outcome:
-        tried = list(self._full.values())
+        tried = self._allowed(self._full.values())
         now = self._now.settings
         best = self._simplest(self._chosen(tried))
         families = {
@@ -251,7 +259,7 @@ class _Search:
 
     def calmest(self, kept_ratio: float) -> Tried:
         """The fewest preemptions among those that keep so much of the highest throughput, then the fastest."""
-        tried = self._full.values()
+        tried = self._allowed(self._full.values())
         fastest = max(one.output_tokens_per_second for one in tried)
         fast = [one for one in tried if one.output_tokens_per_second >= kept_ratio * fastest]
         return min(fast, key=lambda one: (one.preemptions, -one.output_tokens_per_second))
@@ -282,9 +290,11 @@ class _Search:
         if self._is_as_good(self._now, best, ratio=_AS_CALM_RATIO, preemptions=_AS_CALM_PREEMPTIONS):
             return self._now
         now = self._now.settings
-        for settings in (replace(best.settings, max_num_seqs=now.max_num_seqs), replace(best.settings, watermark=0.0)):
-            simpler = self._full.get((settings, best.in_flight))
-            if simpler is not None and self._is_as_good(simpler, best, ratio=1.1, preemptions=1.0):
+        for kept in ({"max_num_seqs": now.max_num_seqs}, {"watermark": now.watermark}):
+            simpler = self._full.get((replace(best.settings, **kept), best.in_flight))
+            if simpler is None or not self._allowed((simpler,)):
+                continue
+            if self._is_as_good(simpler, best, ratio=1.1, preemptions=1.0):
                 return simpler
         return best
 
@@ -310,7 +320,7 @@ class _Search:
         if self._objective == "latency":
             late, early = ours.pooled.ttft_p99_seconds, best.pooled.ttft_p99_seconds
             return late is not None and early is not None and late <= 1.1 * early
-        fastest = max(self._speed(one) for one in self._full.values())
+        fastest = max(self._speed(one) for one in self._allowed(self._full.values()))
         calm = ours.preemptions <= ratio * best.preemptions + preemptions
         return calm and self._speed(ours) >= THROUGHPUT_KEPT_RATIO * fastest
 

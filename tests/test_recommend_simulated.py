@@ -117,6 +117,24 @@ def test_a_cap_that_is_reached_with_room_in_the_pool_is_raised() -> None:
     assert (made.current, made.because) == (8, ("sequence_cap_reached",))
 
 
+def test_a_cap_is_raised_only_as_far_as_the_pool_carries() -> None:
+    """What preempts once it is applied would be taken back by the next answer."""
+    pool = replace(ROOMY, num_gpu_blocks=1536)
+    first = asked(played(pool, 40), max_num_seqs=8)
+    assert option(first, "proposed").preemptions_per_request <= CALM_PREEMPTIONS_PER_REQUEST
+    raised = int(proposed(first)["max_num_seqs"])
+    assert raised > 8
+    again = asked(played(replace(pool, max_num_seqs=raised), 40), max_num_seqs=raised)
+    assert proposed(again) == {}
+
+
+def test_nothing_keeps_a_raised_cap_from_being_reached() -> None:
+    engine = asked(played(ROOMY, 40), objective="latency", max_num_seqs=8)
+    assert proposed(engine).keys() == {"max_num_seqs"}
+    (held,) = [held for held in engine.withheld if held.setting == "gateway_max_in_flight"]
+    assert held.reason == "a cap of the requests in flight would keep the higher max_num_seqs from being reached"
+
+
 # When nothing is proposed --------------------------------------------------------------------------------------------
 
 
@@ -204,6 +222,34 @@ def test_a_load_that_cannot_be_reconstructed_is_estimated_by_formula() -> None:
     engine = asked(without)
     assert engine.options == ()
     assert any(held.reason.startswith("not simulated: ") for held in engine.withheld)
+
+
+@pytest.mark.parametrize("gauge", ["num_requests_running", "num_requests_waiting"])
+def test_requests_in_flight_that_the_latest_pages_lack_are_those_of_the_window(gauge: str) -> None:
+    pages = played().snapshots
+    kept = len(pages) // 3
+    without = [replace(s, values={k: v for k, v in s.values.items() if k != gauge}) for s in pages[kept:]]
+    (made,) = [m for m in asked(Window((*pages[:kept], *without))).recommendations if m.apply == "now"]
+    assert (made.setting, made.current) == ("gateway_max_in_flight", 28)
+
+
+def test_a_cap_at_the_gateway_leaves_the_flags_as_they_are() -> None:
+    """In an open loop what the gateway holds back is simulated as a queue; that is no flag of the engine's."""
+    rng = random.Random(3)
+    lengths = [(rng.randint(900, 1500), rng.randint(600, 1200)) for _ in range(280)]
+    burst = [Request(prompt_tokens=p, output_tokens=o, at_seconds=n // 40 * 40.0) for n, (p, o) in enumerate(lengths)]
+    gateway = option(asked(FakeEngine(POOL, COST, burst).window()), "gateway")
+    assert gateway.gateway_max_in_flight is not None
+    assert gateway.max_num_seqs is None
+
+
+def test_a_simulation_that_does_not_show_the_harm_decides_nothing() -> None:
+    """With 16 sequences at most, as is wrongly said, the pool would hold every request to its end."""
+    engine = asked(played(), max_num_seqs=16)
+    assert {made.predicted["method"] for made in engine.recommendations} == {"analytic"}
+    assert "the simulation gives 0.00 preemptions per request where 0.70 were seen" in engine.withheld[-1].reason
+    assert not {"proposed", "gateway"} & {option.name for option in engine.options}
+    assert engine.simulation is not None  # its inputs show what may be wrong
 
 
 def test_the_present_settings_are_the_measure() -> None:
