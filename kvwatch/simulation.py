@@ -222,6 +222,7 @@ class Retry:
                 f"first_token_timeout_seconds is {self.first_token_timeout_seconds}; it must be greater than 0, else "
                 "every request times out before it can run."
             )
+        _at_least("first_token_timeout_seconds", self.first_token_timeout_seconds, 0)
         _at_least("max_attempts", self.max_attempts, 1)
         _at_least("backoff_seconds", self.backoff_seconds, 0)
 

@@ -411,6 +411,7 @@ def test_the_timeline_reaches_the_peak_and_covers_the_run() -> None:
         (lambda: request(10, 1, prefix="p", prefix_tokens=11), "prefix_tokens (11) is greater than prompt_tokens (10)"),
         (lambda: request(10, 1, prefix_tokens=5), "no prefix is named"),
         (lambda: Retry(first_token_timeout_seconds=0), "first_token_timeout_seconds is 0"),
+        (lambda: Retry(first_token_timeout_seconds=math.inf), "first_token_timeout_seconds is inf"),
         (lambda: simulate(engine(), COST, []), "no requests"),
         (lambda: simulate(engine(), COST, [request(1, 1)], clients=0), "clients is 0"),
         (lambda: simulate(engine(), COST, [request(4000, 97)]), "more than max_model_len 4096: vLLM rejects it"),
