@@ -138,9 +138,10 @@ def _in_trouble(limits: Thresholds, checks: dict[str, Check], over: str) -> tupl
         ),
         figure(
             "Alerts firing",
-            f"count({queries.alerts()})",
+            f"count({queries.severities()})",
             unit=COUNT,
-            about="Firing alerts of kvwatch's rules in this Prometheus. Alerts of the agent are in Alertmanager only.",
+            about="Firing alerts of kvwatch's rules in this Prometheus; one that is both a warning and critical counts "
+            "once. Alerts of the agent are in Alertmanager only.",
             limits=steps((GREEN, None), (ORANGE, 1)),
             none="none, or no rules",
         ),
