@@ -31,6 +31,7 @@ MOST_REPLICAS = 4
 LENGTHS_KEPT_RATIO = 0.99
 _LENGTH_STEP = 256
 ENDED_RATIO = 0.20  # of the present preemptions may be left
+_FP8_SINCE = (8, 9)  # vllm/v1/attention/backends/triton_attn.py, TritonAttentionImpl.__init__ (0.32.0)
 FASTER_RATIO, EARLIER_RATIO = 1.10, 0.50
 
 
@@ -81,6 +82,8 @@ def _larger_pools(view: EngineView, trial: Trial, settings: SchedulerSettings) -
         yield from _pool(view, trial, settings, setting="gpu_memory_utilization", current=now, value=UTILIZATION)
     if engine.num_gpu_blocks_override is None:
         note = "halves the precision of keys and values: compare answers before the rollout"
+        if engine.device is not None and not engine.device.is_amd and (engine.device.capability or (9, 0)) < _FP8_SINCE:
+            note += "; on this GPU it needs FlashInfer, for Triton has no fp8 below compute capability 8.9"
         dtype = engine.kv_cache_dtype
         yield from _pool(view, trial, settings, setting="kv_cache_dtype", current=dtype, value="fp8", note=note)
 

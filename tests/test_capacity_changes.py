@@ -250,6 +250,15 @@ def test_where_no_scheduler_setting_ends_it_the_cheapest_pool_that_does_is_propo
     assert "replicas" not in proposed(engine)
 
 
+@pytest.mark.parametrize(("name", "needs"), [("A100-80GB", True), ("H100", False), ("MI300X", False)])
+def test_the_note_says_where_fp8_needs_flashinfer(name: str, needs: bool) -> None:
+    gpu = find_gpu(name)
+    device = Device(name=gpu.name, memory_bytes=gpu.memory_bytes, capability=gpu.capability)
+    engine = asked("hard", budgeted(replace(GIVEN, device=device)))
+    (made,) = [made for made in engine.recommendations if made.setting == "kv_cache_dtype"]
+    assert ("FlashInfer" in made.note) == needs
+
+
 def test_a_larger_pool_keeps_the_present_cap() -> None:
     engine = asked("hard", budgeted())
     assert "max_num_seqs" not in proposed(engine)
