@@ -25,7 +25,7 @@ from test_live_budget import TINY  # noqa: E402 -- the model of the recorded eng
 ENGINES: Mapping[str, tuple[Part, ...]] = {
     "chat-0:8000": (Part(capture="healthy", seconds=80), Part(capture="thrash")),
     "chat-1:8000": (Part(capture="healthy"),),
-    "docs-0:8000": (Part(capture="prefix", seconds=200), Part(capture="prefix", down_seconds=15)),
+    "docs-0:8000": (Part(capture="prefix", seconds=200), Part(capture="prefix", down_seconds=20)),
 }
 LENGTH_SECONDS = 440.0
 """At least: figures over five minutes show the overload alone, and a critical alert fires."""
@@ -54,7 +54,7 @@ def playing(folder: Path) -> Iterator[Scene]:
     with contextlib.ExitStack() as stack:
         urls = {name: stack.enter_context(serving(server(Played(parts)))) for name, parts in ENGINES.items()}
         agent = f"127.0.0.1:{free_port()}"
-        command = [sys.executable, "-m", "kvwatch", "agent", "--listen", agent, "--interval", "2s", "--window", "30s"]
+        command = [sys.executable, "-m", "kvwatch", "agent", "--listen", agent, "--window", "30s"]
         command += ["--model", str(model), *(f"--target={url}" for url in urls.values())]
         started = time.time()
         stack.enter_context(running(command, log=folder / "agent.log", ready_url=f"http://{agent}/metrics"))
@@ -70,7 +70,7 @@ def configuration(urls: Mapping[str, str], agent: str) -> dict[str, Any]:
         for name, url in urls.items()
     ]
     return {
-        "global": {"scrape_interval": "2s", "scrape_timeout": "2s", "evaluation_interval": "4s"},
+        "global": {"scrape_interval": "5s", "scrape_timeout": "5s", "evaluation_interval": "5s"},
         "rule_files": [str(ROOT / "alerts/kvwatch.rules.yaml")],
         "scrape_configs": [
             {"job_name": "vllm", "static_configs": engines},
