@@ -2,13 +2,12 @@
 
 Simulating an engine's load takes seconds of CPU, so it is done beside the rounds, one engine at a time, for engines
 that have been in trouble for a while, and again only after minutes. Until then, and where it fails, the formula
-answers.
+answers. Pages from before the trouble are left out: together with those since they show a load that nobody offers.
 """
 
 import logging
 import threading
-import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvwatch.analytic import estimate
 from kvwatch.checks.check import EngineView
@@ -19,15 +18,14 @@ from kvwatch.thresholds import Thresholds
 
 _LOG = logging.getLogger(__name__)
 
-# A window in which half the pages are from before the trouble shows a load that nobody offers.
-SETTLED_SHARE = 0.5
+SETTLED_SECONDS = 60.0  # a dozen pages at the usual interval
 AGAIN_AFTER_SECONDS = 1800.0
 _TROUBLE = frozenset({"preemptions_sustained", "kv_cache_saturated", "sequence_cap_reached"})
 
 
 @dataclass(slots=True)
 class _Case:
-    """One engine in trouble: since when, and what was simulated last."""
+    """One engine in trouble: since when, and what was simulated last. Times are those of pages."""
 
     since_seconds: float
     proposals: Proposals | None = None
@@ -38,19 +36,20 @@ class Adviser:
     """Called by the rounds with each engine's view; never waits for a simulation."""
 
     def __init__(self, *, window_seconds: float, again_after_seconds: float = AGAIN_AFTER_SECONDS) -> None:
-        self._settled_seconds = SETTLED_SHARE * window_seconds
+        self._settled_seconds = min(SETTLED_SECONDS, window_seconds)
         self._again_after_seconds = again_after_seconds
         self._cases: dict[EngineKey, _Case] = {}
         self._worker: threading.Thread | None = None
 
     def __call__(self, view: EngineView, findings: tuple[Finding, ...], limits: Thresholds) -> Proposals:
-        key, now = view.window.key, time.monotonic()
+        key, now = view.window.key, view.window.latest.at_seconds
         if not _in_trouble(findings):
             self._cases.pop(key, None)
             return estimate(view, findings, limits)
         case = self._cases.setdefault(key, _Case(since_seconds=now))
         if self._is_due(case, now):
-            self._start(case, view, findings, limits)
+            case.simulated_at_seconds = now
+            self._start(case, _since_trouble(case, view), findings, limits)
         return case.proposals or estimate(view, findings, limits)
 
     def _is_due(self, case: _Case, now: float) -> bool:
@@ -61,10 +60,16 @@ class Adviser:
         return now - case.since_seconds >= self._settled_seconds
 
     def _start(self, case: _Case, view: EngineView, findings: tuple[Finding, ...], limits: Thresholds) -> None:
-        case.simulated_at_seconds = time.monotonic()
         name = f"simulation of {view.window.key}"
         self._worker = threading.Thread(target=_simulate, args=(case, view, findings, limits), name=name, daemon=True)
         self._worker.start()
+
+
+def _since_trouble(case: _Case, view: EngineView) -> EngineView:
+    seconds = view.window.latest.at_seconds - case.since_seconds
+    if not 0 < seconds < view.window.duration_seconds:
+        return view
+    return replace(view, window=view.window.last(seconds))
 
 
 def _simulate(case: _Case, view: EngineView, findings: tuple[Finding, ...], limits: Thresholds) -> None:

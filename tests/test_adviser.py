@@ -1,4 +1,5 @@
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from kvwatch.checks.check import EngineView
 from kvwatch.proposal import Proposals
 from kvwatch.sources.capture import read_capture
 from kvwatch.thresholds import DEFAULTS
-from kvwatch.window import windows
+from kvwatch.window import Window, windows
 
 
 def view_of(capture: str) -> EngineView:
@@ -41,6 +42,25 @@ def test_trouble_must_last_before_it_is_simulated() -> None:
     adviser, view = Adviser(window_seconds=3600), view_of("thrash")
     assert [(), ()] == [ask(adviser, view).options, ask(adviser, view).options]
     assert adviser._worker is None
+
+
+def test_pages_from_before_the_trouble_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half a minute of thrashing behind half a minute without: the load that is simulated is that of the former."""
+    view, seen = view_of("thrash"), list[float]()
+    middle = replace(view, window=Window(view.window.snapshots[: len(view.window.snapshots) // 2]))
+    elapsed = view.window.latest.at_seconds - middle.window.latest.at_seconds
+
+    def note(view: EngineView, *_: object) -> Proposals:
+        seen.append(view.window.duration_seconds)
+        return Proposals()
+
+    monkeypatch.setattr(recommend_module, "recommend", note)
+    adviser, findings = Adviser(window_seconds=elapsed), checks.evaluate_all(view, DEFAULTS)
+    adviser(middle, findings, DEFAULTS)
+    assert seen == []
+    adviser(view, findings, DEFAULTS)
+    eventually(lambda: seen, within_seconds=20)
+    assert seen == [pytest.approx(elapsed, abs=2.1)]
 
 
 def test_an_engine_that_is_fine_again_gets_no_old_advice() -> None:
