@@ -31,7 +31,9 @@ FIRST_RELEASE: dict[str, Version] = {
     "long_prefill_token_threshold_adaptive": (0, 31, 0),
 }
 
-# Not a flag, but an order that changed: freed blocks that no prefix can hit are reused first (core/block_pool.py).
+# Not flags. The V1 scheduler is the default since this release; the one before it decides otherwise.
+V1_SINCE: Version = (0, 8, 0)
+# An order that changed: freed blocks that no prefix can hit are reused first (core/block_pool.py).
 EVICT_UNHASHED_FIRST_SINCE: Version = (0, 23, 0)
 
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Literal
 
 from kvwatch.checks.check import EngineView
 from kvwatch.errors import NoData
-from kvwatch.flag_releases import EVICT_UNHASHED_FIRST_SINCE, has_flag
+from kvwatch.flag_releases import EVICT_UNHASHED_FIRST_SINCE, V1_SINCE, has_flag
 from kvwatch.simulation import KvGroup, SchedulerSettings
-from kvwatch.versions import Version, engine_version
+from kvwatch.versions import Version, engine_version, version_text
 from kvwatch.vllm_metrics import (
     ITERATION_TOKENS,
     KV_CACHE_USAGE,
@@ -59,6 +59,12 @@ def settings_now(view: EngineView) -> SettingsNow:
     """Page, capacity and facts -> SchedulerSettings. Raises NoData naming the missing input."""
     capacity = view.capacity
     version = engine_version(view.facts.vllm_version, view.window.latest.vllm_version_at_least)
+    told = engine_version(view.facts.vllm_version, None)
+    if told is not None and told < V1_SINCE:
+        raise NoData(
+            f"vLLM {version_text(told)} decides otherwise than the V1 scheduler that is simulated, "
+            f"vLLM's default since {version_text(V1_SINCE)}"
+        )
     if not capacity.num_gpu_blocks or not capacity.block_size_tokens:
         raise NoData("num_gpu_blocks and block_size are not exposed by this engine: the pool cannot be simulated")
     groups = _groups(view.facts.budget)

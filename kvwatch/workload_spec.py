@@ -15,12 +15,11 @@ from dataclasses import MISSING, fields
 from typing import Any, TypeVar
 
 from kvwatch.errors import SettingError, shown
-from kvwatch.flag_releases import EVICT_UNHASHED_FIRST_SINCE, FIRST_RELEASE, has_flag
+from kvwatch.flag_releases import EVICT_UNHASHED_FIRST_SINCE, FIRST_RELEASE, V1_SINCE, has_flag
 from kvwatch.simulation import CostModel, KvGroup, Request, Retry, SchedulerSettings, Workload
 from kvwatch.simulator import check_fits
 from kvwatch.versions import Version, parse_version, version_text
 
-V1_SINCE: Version = (0, 8, 0)
 NOT_IN_EVERY_RELEASE = (
     "scheduler_reserve_full_isl",
     "watermark",

@@ -195,6 +195,18 @@ def test_an_unknown_version_has_only_what_all_have() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("version", "is_simulated"), [("0.6.6", False), ("0.7.3", False), ("0.8.5", True), (None, True)]
+)
+def test_a_scheduler_that_is_not_modelled_is_not_simulated(version: str | None, is_simulated: bool) -> None:
+    engine = asked(played(), vllm_version=version)
+    assert bool(engine.options) == is_simulated
+    made = {made.predicted["method"] for made in engine.recommendations}
+    assert made == ({"simulated"} if is_simulated else {"analytic"})
+    if not is_simulated:
+        assert f"not simulated: vLLM {version} decides otherwise" in engine.withheld[-1].reason
+
+
 # What it rests on ----------------------------------------------------------------------------------------------------
 
 
