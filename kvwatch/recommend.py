@@ -9,7 +9,7 @@ cannot be reconstructed, `analytic` estimates by formula.
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from kvwatch.analytic import estimate
 from kvwatch.capacity_changes import CapacityChange, needed_change
@@ -158,7 +158,8 @@ class _Answer:
         """The best flags; with a larger pool those that were simulated together with it."""
         change, flags = self._needed, self._study.flags
         if change is not None and change.apply == "restart":
-            return (self._capacity(change), *self._flags(change.tried, self._predicted_change(change)))
+            flag = _flag(change.setting, change.proposed)
+            return (self._capacity(change), *self._flags(change.tried, self._predicted_change(change), beside=flag))
         return self._flags(flags.best, self._predicted(flags.best)) if flags.is_change_worth_it else ()
 
     def _withheld(self, now: Sequence[Recommendation], restart: Sequence[Recommendation]) -> Iterator[Withheld]:
@@ -229,10 +230,11 @@ class _Answer:
             because=self._because,
             confidence=self.confidence,
             predicted=self._predicted_change(change),
-            note=change.note,
+            note=_joined(change.note, _together(_flag(name, to) for name, _, to in self._changes(change.tried))),
         )
 
-    def _flags(self, best: Tried, predicted: dict[str, float | int | str]) -> tuple[Recommendation, ...]:
+    def _changes(self, best: Tried) -> list[tuple[str, float | int | None, float | int]]:
+        """The scheduler's flags that differ from the present ones: name, present value if known, proposed value."""
         now, facts = self._study.flags.now.settings, self._view.facts
         changes: list[tuple[str, float | int | None, float | int]] = []
         if best.settings.max_num_seqs != now.max_num_seqs:
@@ -240,6 +242,13 @@ class _Answer:
             changes.append(("max_num_seqs", known, best.settings.max_num_seqs))
         if best.settings.watermark != now.watermark:
             changes.append(("watermark", facts.watermark, best.settings.watermark))
+        return changes
+
+    def _flags(
+        self, best: Tried, predicted: dict[str, float | int | str], beside: str | None = None
+    ) -> tuple[Recommendation, ...]:
+        """`beside` is a flag that was simulated together with them."""
+        changes = self._changes(best)
         flags = [_flag(setting, proposed) for setting, _, proposed in changes]
         return tuple(
             Recommendation(
@@ -251,18 +260,15 @@ class _Answer:
                 because=self._because,
                 confidence=self.confidence,
                 predicted=predicted,
-                note=self._note(setting, [other for other in flags if other != flag]),
+                note=self._note(setting, [other for other in (beside, *flags) if other and other != flag]),
             )
             for (setting, current, proposed), flag in zip(changes, flags, strict=True)
         )
 
     def _note(self, setting: str, together: Sequence[str]) -> str:
-        notes = []
-        if together:
-            notes.append(f"together with {' '.join(together)}")
-        if setting == "max_num_seqs" and has_flag("max_num_active_seqs", self._version):
-            notes.append("--max-num-active-seqs has the same effect and keeps the sizes that were captured as graphs")
-        return "; ".join(notes)
+        same = "--max-num-active-seqs has the same effect and keeps the sizes that were captured as graphs"
+        has_same = setting == "max_num_seqs" and has_flag("max_num_active_seqs", self._version)
+        return _joined(_together(together), same if has_same else "")
 
     def _predicted(self, tried: Tried) -> dict[str, float | int | str]:
         now = self._study.flags.now
@@ -318,6 +324,16 @@ class _Answer:
 
 def _flag(setting: str, value: float | str) -> str:
     return f"--{setting.replace('_', '-')} {value}"
+
+
+def _together(flags: Iterable[str]) -> str:
+    """What a figure holds for: a change that was simulated together with these flags."""
+    words = " ".join(flags)
+    return f"together with {words}" if words else ""
+
+
+def _joined(*notes: str) -> str:
+    return "; ".join(note for note in notes if note)
 
 
 _ROW_NAMES = {

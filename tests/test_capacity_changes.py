@@ -271,6 +271,16 @@ def test_flags_that_were_simulated_together_predict_the_same() -> None:
     assert len({str(made.predicted) for made in restart}) == 1
 
 
+def test_what_was_simulated_together_is_said_of_each() -> None:
+    for facts in (budgeted(), EngineFacts(vllm_version="0.32.0")):
+        made = [m for m in asked("hard", facts).recommendations if m.setting != "gateway_max_in_flight"]
+        flags = [m.flag for m in made if m.flag]
+        assert len(made) > 1
+        for one in made:
+            others = " ".join(flag for flag in flags if flag != one.flag)
+            assert f"together with {others}" in one.note.split("; ")
+
+
 def test_without_a_model_replicas_are_what_is_left() -> None:
     engine = asked("hard", EngineFacts(vllm_version="0.32.0"))
     (made,) = [made for made in engine.recommendations if made.setting == "replicas"]
