@@ -232,6 +232,41 @@ def test_an_alert_ends_after_its_condition(promtool: Program, tmp_path: Path) ->
     assert 0 == done.returncode, done.stderr
 
 
+def test_a_critical_alert_ends_sooner_than_its_warning(promtool: Program, tmp_path: Path) -> None:
+    group = {  # at minute 24 the range of five minutes holds fewer preemptions than is critical, at 25 none
+        "input_series": series(num_preemptions_total="0+6x80 480x120", request_success_total="0+15x201"),
+        "promql_expr_test": [
+            fires("VLLMPreemptionsSustained", 27, "critical", "warning"),
+            fires("VLLMPreemptionsSustained", 31, "warning"),
+            fires("VLLMPreemptionsSustained", 42),
+        ],
+    }
+    done = judged(promtool, tmp_path, group)
+    assert 0 == done.returncode, done.stderr
+
+
+def test_a_target_that_lost_its_metrics_is_remembered_for_an_hour(promtool: Program, tmp_path: Path) -> None:
+    quiet, other = ('engine="0",instance="quiet",job="vllm"', 'engine="0",instance="other",job="vllm"')
+    group = {
+        "input_series": [
+            {"series": f"vllm:kv_cache_usage_perc{{{quiet}}}", "values": "0x40 stale"},
+            {"series": f"vllm:kv_cache_usage_perc{{{other}}}", "values": "0x400"},  # else no engine is scraped at all
+            {"series": 'up{instance="quiet",job="vllm"}', "values": "1x400"},
+        ],
+        "promql_expr_test": [
+            {
+                "expr": 'group by (instance) (ALERTS{alertname="VLLMMetricsMissing",alertstate="firing",metric=""})',
+                "eval_time": f"{minute}m",
+                "exp_samples": [{"labels": '{instance="quiet"}', "value": 1}] if fires_then else [],
+            }
+            # lost at minute 10, remembered until 70, and the alert stays for 15 minutes
+            for minute, fires_then in ((60, True), (80, True), (90, False))
+        ],
+    }
+    done = judged(promtool, tmp_path, group)
+    assert 0 == done.returncode, done.stderr
+
+
 def test_a_live_target_that_lost_its_metrics_is_missing_and_one_that_is_gone_is_not(
     promtool: Program, tmp_path: Path
 ) -> None:
