@@ -400,3 +400,10 @@ def test_a_verdict_that_an_estimate_leaves_open_says_so() -> None:
     assert "(an estimate: 0.7 to 1.6; below 1 it would refuse to start)" in fits
     certain = run("--model", "openai/gpt-oss-120b", "--gpu", "L4").stdout
     assert "may start all the same" not in certain
+
+
+def test_no_gain_is_claimed_over_a_pool_that_holds_nothing() -> None:
+    result = run("--model", "google/gemma-3-27b-it", "--gpu", "L4")
+    assert result.exit_code == 1
+    assert "with --kv-cache-dtype fp8" in result.output
+    assert "concurrency 0.00" not in result.output

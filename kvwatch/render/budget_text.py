@@ -335,7 +335,7 @@ def _layouts(report: BudgetReport) -> list[str]:
     lines = [f"{'':<48}{'bytes/token':>13}{'times':>8}"]
     for layout in report.layouts:
         lines.append(f"{layout.name:<48}{layout.bytes_per_token:>13,}{layout.ratio:>8.2f}")
-        if layout.max_concurrency is not None and report.budget is not None:
+        if layout.max_concurrency is not None and report.budget is not None and report.budget.max_concurrency:
             lines.append(f"    {_gain(report.budget, layout.max_concurrency)}")
         if layout.note:
             lines.append(f"    {layout.note}")
@@ -343,7 +343,7 @@ def _layouts(report: BudgetReport) -> list[str]:
 
 
 def _gain(budget: Budget, concurrency: float) -> str:
-    factor = concurrency / budget.max_concurrency if budget.max_concurrency else 0.0
+    factor = concurrency / budget.max_concurrency
     return (
         f"concurrency {budget.max_concurrency:.2f} -> {concurrency:.2f}: {factor:.2f} times, not only bytes per token"
     )
