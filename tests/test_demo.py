@@ -181,6 +181,8 @@ def test_the_demo_reaches_a_verdict_and_a_recommendation() -> None:
     assert re.search(r"^ +\d+ s  ok ", stderr, re.MULTILINE)
     assert re.search(r"^ +\d+ s  critical ", stderr, re.MULTILINE)
     assert "Traceback" not in stderr
+    assert "Ctrl-C" not in stderr  # nothing is served any more, so no address is named either
+    assert "The page:" not in stderr
 
 
 @pytest.mark.slow

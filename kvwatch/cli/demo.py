@@ -65,8 +65,9 @@ def command(listen: str, leave: bool) -> None:
     try:
         if _play(board, engine, stop):
             click.echo("\nSimulating the load under other settings ...", err=True)
-            _tell(agent.judge(simulate=True), server.url, engine.url)
+            _tell(agent.judge(simulate=True))
             if not leave:
+                _tell_where(server.url, engine.url)
                 stop.wait()
     finally:
         stop.set()
@@ -119,8 +120,11 @@ def program() -> str:
     return shlex.quote(str(beside)) if beside.exists() else f"{shlex.quote(sys.executable)} -m kvwatch"
 
 
-def _tell(judged: Report, page_url: str, engine_url: str) -> None:
+def _tell(judged: Report) -> None:
     click.echo(report_text(judged, width=terminal_width(), colour=wants_colour(), recommendations_first=True))
+
+
+def _tell_where(page_url: str, engine_url: str) -> None:
     click.echo(f"\nThe page:        {page_url}", err=True)
     click.echo(f"Its metrics:     {page_url}/metrics", err=True)
     click.echo(f"The same, once:  {program()} recommend {engine_url}", err=True)
