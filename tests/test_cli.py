@@ -389,6 +389,15 @@ def test_a_recording_can_be_judged(tmp_path: Path) -> None:
     assert {f["check"]: f["status"] for f in engine["findings"]}["preemptions_sustained"] == "critical"
 
 
+def test_a_recording_is_not_mixed_with_another(tmp_path: Path) -> None:
+    (tmp_path / "1000.prom").write_text(engine_page())
+    with server({"/metrics": answer(engine_page())}) as address:
+        result = run("record", address, "--output", str(tmp_path), "--duration", "0s")
+    assert result.exit_code == 2
+    assert "holds 1 pages already" in result.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["1000.prom"]
+
+
 def test_a_recording_of_a_server_that_does_not_answer_leaves_nothing(tmp_path: Path) -> None:
     result = run("record", f"http://127.0.0.1:{free_port()}", "--output", str(tmp_path / "new"))
     assert result.exit_code == 2

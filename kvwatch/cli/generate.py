@@ -152,6 +152,8 @@ def _settle(ctx: click.Context, files: Mapping[Path, str], *, gone: Sequence[Pat
     if check:
         for path in (*stale, *gone):
             click.echo(f"stale: {path}")
+        if not stale and not gone:
+            click.echo(f"{len(files)} files are fresh" if len(files) > 1 else "the file is fresh", err=True)
         ctx.exit(1 if stale or gone else 0)
     try:
         for path in stale:

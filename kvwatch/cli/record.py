@@ -43,8 +43,14 @@ def command(
         raise SettingError("--interval must be above 0, for example 2s")
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        pages = sum(1 for path in folder.iterdir() if path.suffix == SUFFIX)
     except OSError as error:
         raise SettingError(f"--output {folder}: {error.strerror}; give a folder that can be written") from error
+    if pages:
+        raise SettingError(
+            f"--output {folder}: it holds {pages} pages already, and two recordings in one folder read as one; "
+            "give a new folder"
+        )
     scraper = Scraper(parsed.where, headers=headers_from(headers))
     saved, failed = _record(scraper, folder, interval, duration, Progress(source))
     if not saved:

@@ -79,6 +79,11 @@ def _engine(engine: EngineReport, *, width: int, colour: bool, recommendations_f
         parts += [unknown, _names(fine, width=width, colour=colour)]
     else:
         parts += [_findings(found, width=width, colour=colour), todo if found else ""]
+        if found and any(item.predicted.get("method") == "analytic" for item in engine.recommendations):
+            text = (
+                "These are estimates by formula; `kvwatch recommend` simulates the load and decides between settings."
+            )
+            parts.append(_wrap(text, width=width, indent="  "))
         parts += [unknown, _findings(fine, width=width, colour=colour)]
     return "\n".join(part for part in parts if part)
 
