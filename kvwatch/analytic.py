@@ -4,6 +4,7 @@ The number is the largest count of requests in flight whose demand stays under t
 (`footprint`). A setting is proposed only while requests are being preempted: an engine that is fine gets no change.
 """
 
+import contextlib
 import math
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ from kvwatch.footprint import Footprint
 from kvwatch.proposal import Confidence, Proposals, Recommendation, Withheld, harm_found, unjudged
 from kvwatch.thresholds import Thresholds
 from kvwatch.versions import engine_version
-from kvwatch.vllm_metrics import REQUESTS_RUNNING
+from kvwatch.vllm_metrics import PREEMPTIONS, REQUESTS_RUNNING
 
 # vLLM pull request 44594: 0.02 to 0.05 end most preemptions at equal or better throughput; above 0.10 only queues grow.
 WATERMARK_MINIMUM, WATERMARK_MAXIMUM = 0.02, 0.10
@@ -63,6 +64,8 @@ def estimate(view: EngineView, findings: tuple[Finding, ...], limits: Thresholds
     because = harm_found(findings)
     if not because:
         return Proposals(withheld=unjudged(findings))
+    if over := harm_before_restart(view, limits):
+        return Proposals(withheld=(over,))
     try:
         basis = _Basis(
             size=request_footprint(view),
@@ -82,6 +85,21 @@ def estimate(view: EngineView, findings: tuple[Finding, ...], limits: Thresholds
         recommendations=tuple(outcome for outcome in outcomes if isinstance(outcome, Recommendation)),
         withheld=tuple(outcome for outcome in outcomes if isinstance(outcome, Withheld)),
     )
+
+
+def harm_before_restart(view: EngineView, limits: Thresholds) -> Withheld | None:
+    """Why nothing is proposed where the process before preempted and the present one does not, as after a rollout."""
+    present = view.window.since_restart
+    if present is view.window:
+        return None
+    with contextlib.suppress(NoData):
+        if present.increase(PREEMPTIONS) >= limits.preemptions_minimum:
+            return None
+    reason = (
+        f"requests were preempted before the engine restarted, and hardly any in the {present.duration_seconds:.0f} s "
+        "since: ask again later, with a --window that begins after the restart"
+    )
+    return Withheld(setting="gateway_max_in_flight", reason=reason)
 
 
 def _gateway(basis: _Basis) -> Recommendation | Withheld:

@@ -10,8 +10,9 @@ cannot be reconstructed, `analytic` estimates by formula.
 import contextlib
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
-from kvwatch.analytic import estimate
+from kvwatch.analytic import estimate, harm_before_restart
 from kvwatch.capacity_changes import CapacityChange, needed_change
 from kvwatch.checks.check import EngineView
 from kvwatch.checks.concurrency_oversubscribed import peak_in_flight
@@ -51,9 +52,11 @@ def recommend(
     turned_away: str | None = None,
 ) -> Proposals:
     """What to change on one engine, with the options it was chosen from. `turned_away`: why nothing is simulated."""
-    because = harm_found(findings) or _held_back(findings)
+    over = harm_before_restart(view, limits) if harm_found(findings) else None
+    because = (() if over else harm_found(findings)) or _held_back(findings)
     if not because:
-        return Proposals(withheld=unjudged(findings))
+        return Proposals(withheld=(over,) if over else unjudged(findings))
+    view = replace(view, window=view.window.since_restart)  # the process before had other flags, perhaps another pool
     try:
         studied = None if turned_away else study(view, objective, may_loosen=HARM[0] not in because)
     except (NoData, SettingError) as missing:

@@ -11,6 +11,7 @@ from fake_engine import FakeEngine
 from pages import capture
 
 from kvwatch.capacity import EngineFacts
+from kvwatch.finding import Status
 from kvwatch.flag_releases import FIRST_RELEASE, has_flag
 from kvwatch.objective import CALM_PREEMPTIONS_PER_REQUEST, Objective
 from kvwatch.proposal import SettingOption
@@ -156,6 +157,35 @@ def test_the_cap_at_the_gateway_applied_is_never_lifted_again() -> None:
         assert again["gateway_max_in_flight"] < cap
         cap = int(again["gateway_max_in_flight"])
     assert again == {}
+
+
+def restarted(first: Window, then: Window) -> Window:
+    """The pages of two processes, one after the other."""
+    later = first.latest.at_seconds + 5.0
+    after = [replace(s, at_seconds=s.at_seconds + later, process_start_seconds=later) for s in then.snapshots]
+    return Window((*first.snapshots, *after))
+
+
+def test_what_was_preempted_before_a_rollout_is_not_held_against_it() -> None:
+    engine = asked(restarted(played(), played(replace(POOL, num_gpu_blocks=1024))))
+    assert {f.check for f in engine.findings if f.status is Status.CRITICAL} == {"preemptions_sustained"}
+    assert engine.recommendations == ()
+    (held,) = engine.withheld
+    assert held.reason.startswith("requests were preempted before the engine restarted, and hardly any in the ")
+    (estimated,) = report([restarted(played(), played(replace(POOL, num_gpu_blocks=1024)))]).engines
+    assert (estimated.recommendations, estimated.withheld) == ((), (held,))
+
+
+def test_what_holds_requests_back_since_a_restart_is_ended_nonetheless() -> None:
+    engine = asked(restarted(played(), played(ROOMY, 40)))
+    (made,) = engine.recommendations
+    assert (made.setting, made.because) == ("max_num_seqs", ("sequence_cap_reached",))
+    assert made.proposed == proposed(asked(played(ROOMY, 40)))["max_num_seqs"]
+
+
+def test_only_pages_of_the_present_process_are_simulated() -> None:
+    engine = asked(restarted(played(ROOMY, 40), played()))
+    assert (engine.options, engine.recommendations) == (asked(played()).options, asked(played()).recommendations)
 
 
 def test_an_engine_that_is_fine_is_not_simulated() -> None:
