@@ -64,7 +64,7 @@ def recommend(
     if studied is not None:
         long_ones = any(f.check == "long_context_monopoly" and f.status is Status.WARNING for f in findings)
         answer = _Answer(view, because, limits, studied, may_refuse=long_ones)
-        if answer.shows_the_harm:
+        if answer.shows_what_is:
             return answer.proposals()
         return answer.without_proposals(estimate(view, findings, limits))
     known = estimate(view, findings, limits)
@@ -116,10 +116,16 @@ class _Answer:
         )
 
     @property
-    def shows_the_harm(self) -> bool:
-        """False where requests are preempted and next to none are in the simulation: it cannot say what would help."""
-        is_calm = self._study.flags.now.preemptions_per_request <= CALM_PREEMPTIONS_PER_REQUEST
-        return self._because[0] != HARM[0] or not is_calm or not self._is_off_by(_ROUGHLY_RATIO)
+    def shows_what_is(self) -> bool:
+        """False where requests are preempted and next to none are in the simulation, or none and many there: then it
+        cannot say what would help.
+        """
+        simulated = self._study.flags.now.preemptions_per_request
+        if self._because[0] == HARM[0]:
+            is_other = simulated <= CALM_PREEMPTIONS_PER_REQUEST
+        else:
+            is_other = simulated >= self._limits.preemptions_per_request_critical
+        return not (is_other and self._is_off_by(_ROUGHLY_RATIO))
 
     def without_proposals(self, known: Proposals) -> Proposals:
         """What is known without the simulation, and what was simulated, for its inputs show what may be wrong."""

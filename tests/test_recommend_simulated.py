@@ -294,6 +294,16 @@ def test_a_simulation_that_does_not_show_the_harm_decides_nothing() -> None:
     assert engine.simulation is not None  # its inputs show what may be wrong
 
 
+def test_a_simulation_with_preemptions_that_nobody_saw_decides_nothing() -> None:
+    """Pages that say of a crowded pool that it preempts nobody, as by a counter that is not kept."""
+    silent = [replace(s, values={**s.values, "num_preemptions_total": 0.0}) for s in played().snapshots]
+    engine = asked(Window(tuple(silent)))
+    assert {f.check for f in engine.findings if f.status is Status.WARNING} >= {"kv_cache_saturated"}
+    assert engine.recommendations == ()
+    (held,) = engine.withheld
+    assert held.reason.startswith("the simulation gives 0.64 preemptions per request where 0.00 were seen")
+
+
 def test_the_present_settings_are_the_measure() -> None:
     now = option(asked(played()), "now")
     assert now.output_throughput_ratio == now.steps_ratio == now.ttft_p99_ratio == 1.0
