@@ -28,6 +28,7 @@ T = TypeVar("T")
 _NAMES = {
     "alertmanager": ("prometheus-alertmanager", "alertmanager"),
     "victoria-metrics": ("victoria-metrics", "victoria-metrics-prod"),
+    "vmalert": ("vmalert", "vmalert-prod"),
     "chromium": ("chromium", "chromium-browser", "google-chrome"),
 }
 
@@ -167,6 +168,26 @@ def victoria_metrics(folder: Path, config: str) -> Iterator[str]:
     )
     with running(arguments, log=folder / "victoria-metrics.log", ready_url=f"http://{address}/health"):
         yield f"http://{address}"
+
+
+@contextlib.contextmanager
+def vmalert(folder: Path, rules: Path, base: str, *, notifier: str) -> Iterator[None]:
+    """A real vmalert that evaluates these rules every second on the VictoriaMetrics at `base` and writes into it."""
+    program = binary("vmalert")
+    address = f"127.0.0.1:{free_port()}"
+    arguments = (
+        program,
+        f"-httpListenAddr={address}",
+        f"-rule={rules}",
+        f"-datasource.url={base}",
+        f"-remoteWrite.url={base}",
+        "-remoteWrite.flushInterval=1s",
+        f"-notifier.url={notifier}",
+        "-evaluationInterval=1s",
+        "-loggerLevel=WARN",
+    )
+    with running(arguments, log=folder / "vmalert.log", ready_url=f"http://{address}/health"):
+        yield
 
 
 class Webhook:
