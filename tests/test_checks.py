@@ -227,6 +227,14 @@ def test_the_cap_of_sequences_is_taken_from_a_flag_from_nim_or_inferred() -> Non
     assert "cap of 8 sequences:" in of("sequence_cap_reached", window_of([engine_page(**queue, extra=nim)] * 2))[1]
 
 
+@pytest.mark.parametrize(("pages_at_the_cap", "status"), [(4, OK), (5, OK), (6, WARNING), (8, WARNING)])
+def test_a_cap_is_inferred_where_the_same_number_runs_for_a_minute(pages_at_the_cap: int, status: Status) -> None:
+    queue: dict[str, Any] = {"waiting": 3, "usage": 0.3}
+    moving = [engine_page(running=4 + n % 2, **queue) for n in range(8)]
+    pinned = [engine_page(running=8, **queue)] * pages_at_the_cap
+    assert of("sequence_cap_reached", window_of([*moving, *pinned]))[0] is status
+
+
 def test_requests_that_wait_for_something_else_do_not_oversubscribe_the_pool() -> None:
     """A cap of sequences holds them back; the pool never sees them."""
     behind_a_cap = steady(running=8, waiting=200, usage=0.3)
