@@ -269,7 +269,7 @@ def speed_verdict(before: Sequence[float], after: Sequence[float]) -> tuple[str,
 
 def _by_chance(least: int, rounds: int) -> float:
     """The probability of at least so many heads among so many tosses."""
-    return sum(math.comb(rounds, heads) for heads in range(least, rounds + 1)) / 2**rounds
+    return sum(math.comb(rounds, heads) for heads in range(least, rounds + 1)) / 2.0**rounds
 
 
 def rounds(text: str) -> int:
