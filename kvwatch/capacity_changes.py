@@ -24,7 +24,7 @@ from kvwatch.objective import CALM_PREEMPTIONS_PER_REQUEST
 from kvwatch.settings_now import with_budget
 from kvwatch.simulation import Request, SchedulerSettings, SimulationResult
 from kvwatch.simulator import simulate
-from kvwatch.what_if import Trial, Tried, mean_of, with_seqs
+from kvwatch.what_if import Trial, Tried, mean_of, run, with_seqs
 
 UTILIZATION = 0.95
 MOST_REPLICAS = 4
@@ -100,14 +100,14 @@ def _pool(
 ) -> Iterator[CapacityChange]:
     """The change, if the budget can be recomputed with it and gives more blocks' worth of tokens."""
     under = _under(view, trial, settings, {setting: value})
-    if under is None or _pool_tokens(under[0]) <= _pool_tokens(settings):
+    if under is None or under[0].pool_tokens <= settings.pool_tokens:
         return
     yield CapacityChange(
         setting=setting,
         current=current,
         proposed=value,
         apply="restart",
-        tried=_tried(trial, under[0], trial.draws, trial.clients),
+        tried=_tried(trial, under[0]),
         max_concurrency=under[1],
         note=note,
     )
@@ -132,10 +132,6 @@ def _under(
     return changed, budget.max_concurrency
 
 
-def _pool_tokens(settings: SchedulerSettings) -> int:
-    return settings.usable_blocks * settings.block_size // len(settings.kv_groups)
-
-
 # ---- the tokens of a step ------------------------------------------------------------------------------------------
 
 
@@ -153,7 +149,7 @@ def _batches(view: EngineView, trial: Trial, settings: SchedulerSettings) -> Ite
             current=now,
             proposed=value,
             apply="restart",
-            tried=_tried(trial, replace(pool, max_num_batched_tokens=value), trial.draws, trial.clients),
+            tried=_tried(trial, replace(pool, max_num_batched_tokens=value)),
             max_concurrency=concurrency,
         )
 
@@ -176,7 +172,7 @@ def _shorter_requests(view: EngineView, trial: Trial, settings: SchedulerSetting
         current=view.capacity.max_model_len,
         proposed=longest,
         apply="restart",
-        tried=_tried(trial, replace(settings, max_model_len=longest), draws, trial.clients),
+        tried=_tried(replace(trial, draws=draws), replace(settings, max_model_len=longest)),
         note=f"vLLM then refuses {refused:.1%} of the requests; send those to an engine of their own",
     )
 
@@ -235,9 +231,8 @@ def _dealt(clients: int, replicas: int) -> list[int]:
     return [clients // replicas + (number < clients % replicas) for number in range(replicas)]
 
 
-def _tried(trial: Trial, settings: SchedulerSettings, draws: Sequence[Sequence[Request]], clients: int | None) -> Tried:
-    runs = tuple(simulate(settings, trial.cost, tuple(draw), clients) for draw in draws)
-    return Tried(settings=settings, in_flight=None, runs=runs)
+def _tried(trial: Trial, settings: SchedulerSettings) -> Tried:
+    return run(trial, settings, None, range(len(trial.draws)))
 
 
 # ---- which of them -------------------------------------------------------------------------------------------------

@@ -139,6 +139,11 @@ class SchedulerSettings:
         return self.num_gpu_blocks - 1
 
     @property
+    def pool_tokens(self) -> int:
+        """Tokens that the usable blocks hold, all block tables of a hybrid model drawing on them alike."""
+        return self.usable_blocks * self.block_size // len(self.kv_groups)
+
+    @property
     def active_seqs_limit(self) -> int:
         """How many requests may run at once."""
         return self.max_num_seqs if self.max_num_active_seqs is None else self.max_num_active_seqs

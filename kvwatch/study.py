@@ -69,7 +69,7 @@ def trial_of(view: EngineView, load: OfferedLoad) -> tuple[Trial, CostFit | None
     now = run(trial, load.settings, None, draws=(0,)).runs[0]
     fit = fit_cost(
         window,
-        pool_tokens=load.settings.usable_blocks * load.settings.block_size // len(load.settings.kv_groups),
+        pool_tokens=load.settings.pool_tokens,
         tokens_per_preemption=now.recomputed_tokens / now.preemptions if now.preemptions else 0.0,
     )
     if fit is None:
