@@ -5,14 +5,14 @@
 Steps and tokens come from vllm:iteration_tokens_total, whose observations are steps (vllm/v1/metrics/loggers.py,
 PrometheusStatLogger.record). It leaves out what is computed again after a preemption, so the preemptions of the
 interval are added at the tokens that one costs. The tokens read are the blocks held times the steps. All three
-coefficients are at least 0 (non-negative least squares; with three of them, every subset is tried), and one that
-explains no more than chance would is left out.
+coefficients are at least 0 (non-negative least squares; with three of them, every subset is tried), and the subsets
+are averaged by how well they explain the intervals for their number of coefficients.
 
 Only intervals that were busy throughout count: an idle engine makes no step.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -30,6 +30,8 @@ SHORTEST_STEP_SECONDS = 1e-6
 # A step computes before it reads: costs by which less than this share of the time is computing are no engine's.
 _LEAST_COMPUTING_RATIO = 0.01
 _EXACT = 1e-12  # a squared error of this share is one of rounding
+
+Coefficients = tuple[float, float, float]  # seconds per step, per computed token, per token read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,14 +139,28 @@ def _row(interval: BusyInterval) -> tuple[float, float, float]:
     return interval.steps, interval.tokens, interval.kv_tokens
 
 
-def _least_squares(intervals: Sequence[BusyInterval]) -> tuple[float, float, float] | None:
-    """The non-negative coefficients that explain the intervals best for their number; a step must cost something.
+def _least_squares(intervals: Sequence[BusyInterval]) -> Coefficients | None:
+    """The non-negative coefficients that explain the intervals best; a step must cost something.
 
-    For their number: by the Bayesian information criterion (Schwarz 1978), n ln(squared error / n) + k ln(n). A pool
-    that is full all the time does not tell a step's fixed cost from that of reading the pool, and the smallest squared
-    error then goes to whichever split fits the noise.
+    A pool that is full all the time does not tell a step's fixed cost from that of reading the pool: both explain the
+    intervals, one says that a smaller batch loses throughput, the other that it loses none, and which of them misses by
+    less is chance. So the subsets of coefficients are averaged, each weighted by exp(-AIC / 2) (Akaike weights: Burnham
+    and Anderson, Model Selection and Multimodel Inference, 2002). Where intervals tell them apart, one has it all.
     """
-    best: tuple[float, tuple[float, float, float]] | None = None
+    found = tuple(_explanations(intervals))
+    if not found:
+        return None
+    best = min(criterion for criterion, _ in found)
+    weights = [math.exp((best - criterion) / 2) for criterion, _ in found]
+    step, per_token, per_kv_token = (
+        math.fsum(weight * fitted[k] for weight, (_, fitted) in zip(weights, found, strict=True)) / math.fsum(weights)
+        for k in range(3)
+    )
+    return step, per_token, per_kv_token
+
+
+def _explanations(intervals: Sequence[BusyInterval]) -> Iterator[tuple[float, Coefficients]]:
+    """Each subset of the coefficients, fitted, after its n ln(squared error / n) + 2 k (Akaike 1974)."""
     n = len(intervals)
     floor = _EXACT * math.fsum(i.seconds**2 / i.steps for i in intervals)
     for size in (1, 2, 3):
@@ -156,16 +172,12 @@ def _least_squares(intervals: Sequence[BusyInterval]) -> tuple[float, float, flo
             for column, value in zip(columns, solved, strict=True):
                 full[column] = value
             coefficients = (full[0], full[1], full[2])
-            if not _computes(intervals, coefficients):
-                continue
-            error = math.fsum(((i.seconds - _predicted(i, coefficients)) ** 2) / i.steps for i in intervals)
-            score = n * math.log(max(error, floor) / n) + size * math.log(n)
-            if best is None or score < best[0]:
-                best = (score, coefficients)
-    return best[1] if best else None
+            if _computes(intervals, coefficients):
+                error = math.fsum(((i.seconds - _predicted(i, coefficients)) ** 2) / i.steps for i in intervals)
+                yield n * math.log(max(error, floor) / n) + 2.0 * size, coefficients
 
 
-def _computes(intervals: Sequence[BusyInterval], coefficients: tuple[float, float, float]) -> bool:
+def _computes(intervals: Sequence[BusyInterval], coefficients: Coefficients) -> bool:
     """Whether steps take time before they read anything: else the first token of a short prompt would take none."""
     step, per_token, _ = coefficients
     computing = math.fsum(i.steps * step + i.tokens * per_token for i in intervals)

@@ -74,6 +74,24 @@ def test_a_step_that_reads_nothing_takes_time_as_well() -> None:
     assert fit is None or fit.cost.step_seconds + fit.cost.per_token_seconds > 1e-4
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_a_pool_full_all_the_time_leaves_open_whether_steps_or_reading_it_take_the_time(seed: int) -> None:
+    """Either alone explains the pages; which of them a little better is chance, and decides nothing."""
+    settings = replace(SETTINGS, num_gpu_blocks=512)
+    rng = random.Random(seed)
+    requests = [Request(prompt_tokens=rng.randint(200, 600), output_tokens=rng.randint(200, 600)) for _ in range(200)]
+    cost = CostModel(step_seconds=0.01, per_token_seconds=5e-5, per_kv_token_seconds=0.01 / settings.pool_tokens)
+    window = FakeEngine(settings, cost, requests, clients=30).window()
+    at, noisy = 0.0, [window.snapshots[10]]
+    for before, after in pairwise(window.snapshots[10:-20]):
+        at += (after.at_seconds - before.at_seconds) * rng.lognormvariate(0.0, 0.2)
+        noisy.append(replace(after, at_seconds=noisy[0].at_seconds + at))
+    fit = fit_cost(Window(tuple(noisy)), pool_tokens=settings.pool_tokens, tokens_per_preemption=500.0)
+    assert fit is not None
+    fixed, reading = fit.cost.step_seconds, fit.cost.per_kv_token_seconds * settings.pool_tokens
+    assert 0.05 < fixed / (fixed + reading) < 0.95
+
+
 def test_a_million_steps_in_a_second_are_not_believed() -> None:
     window = window_of(CostModel(step_seconds=0.02))
     hasty = Window(tuple(replace(s, at_seconds=s.at_seconds * 1e-5) for s in window.snapshots))
