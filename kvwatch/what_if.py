@@ -254,7 +254,7 @@ class _Search:
             "max_num_seqs only": [one for one in tried if one.settings.watermark == now.watermark],
         }
         alternatives = [(name, self._chosen(family)) for name, family in families.items()]
-        alternatives.append(("calmest", self._chosen(tried, "stability")))
+        alternatives.append(("stability", self._chosen(tried, "stability")))
         return Outcome(now=self._now, best=best, alternatives=_distinct(alternatives, seen=(self._now, best)))
 
     def calmest(self, kept_ratio: float) -> Tried:
