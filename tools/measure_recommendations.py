@@ -8,7 +8,7 @@ python tools/measure_recommendations.py --write    into docs/simulator.md, betwe
 import argparse
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,13 +17,19 @@ sys.path[:0] = [str(Path(__file__).parent.parent / "tests"), str(Path(__file__).
 from fake_engine import FakeEngine  # noqa: E402 -- the path must be set first
 from grid_cases import CASES, GridCase, Truth, truth_of  # noqa: E402
 
+from kvwatch.capacity import EngineFacts, live_capacity  # noqa: E402
+from kvwatch.checks.check import EngineView  # noqa: E402
 from kvwatch.report import report  # noqa: E402
 from kvwatch.simulation import SchedulerSettings, SimulationResult  # noqa: E402
-from kvwatch.what_if import best_settings  # noqa: E402
+from kvwatch.study import trial_of  # noqa: E402
+from kvwatch.what_if import best_settings, run, with_seqs  # noqa: E402
+from kvwatch.window import Window  # noqa: E402
+from kvwatch.workload import offered_load  # noqa: E402
 
 PAGE = Path(__file__).parent.parent / "docs" / "simulator.md"
 # Least share of the best throughput; preemptions at most so many times those of the best settings, plus so many.
 WANTED, WANTED_OF_PAGES = (0.96, 1.25, 2), (0.94, 1.5, 3)
+ERROR_SETTINGS = ((256, 0.05), (256, 0.1), (18, 0.0), (18, 0.075))  # caps and watermarks
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 
 
@@ -38,11 +44,20 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Miss:
+    """By how much the simulation of a reconstructed load is off, under one of ERROR_SETTINGS."""
+
+    throughput_ratio: float  # of the present settings' throughput
+    preemptions_per_request: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     case: GridCase
     truth: Truth
     from_requests: Choice
     from_pages: Choice
+    misses: tuple[Miss, ...]
 
 
 def main() -> int:
@@ -50,7 +65,7 @@ def main() -> int:
     options.add_argument("--write", action="store_true", help=f"write into {PAGE.name}")
     asked = options.parse_args()
     rows = [measured(case) for case in CASES]
-    text = f"{summary(rows)}\n\n{table(rows)}"
+    text = f"{summary(rows)}\n\n{errors(rows)}\n\n{table(rows)}"
     if asked.write:
         page = PAGE.read_text(encoding="utf-8")
         head, rest = page.split(BEGIN)
@@ -69,6 +84,7 @@ def measured(case: GridCase) -> Row:
         truth=truth,
         from_requests=_choice(case, truth, best_settings(case.trial).best.settings, WANTED),
         from_pages=_choice(case, truth, replace(case.settings, **changes), WANTED_OF_PAGES),  # type: ignore[arg-type]  # their fields
+        misses=tuple(_misses(case, window)),
     )
     sys.stderr.write(f"{case.name}\n")
     return row
@@ -80,6 +96,37 @@ def _choice(case: GridCase, truth: Truth, settings: SchedulerSettings, wanted: t
     speed = truth.throughput_ratio(result)
     good = speed >= kept and truth.is_calm(result, ratio=ratio, preemptions=preemptions)
     return Choice(settings=settings, result=result, throughput_ratio=speed, is_good=good)
+
+
+def _misses(case: GridCase, window: Window) -> Iterator[Miss]:
+    facts = EngineFacts()
+    view = EngineView(window=window, capacity=live_capacity(window.latest.cache_config, facts), facts=facts)
+    trial, _ = trial_of(view, offered_load(view))
+    draws = range(len(trial.draws))
+    now, true_now = run(trial, trial.settings, None, draws), case.play(case.settings)
+    for cap, watermark in ERROR_SETTINGS:
+        ours = run(trial, with_seqs(trial.settings, cap, watermark), None, draws)
+        true = case.play(with_seqs(case.settings, cap, watermark))
+        yield Miss(
+            throughput_ratio=ours.output_tokens_per_second / now.output_tokens_per_second
+            - true.output_tokens_per_second / true_now.output_tokens_per_second,
+            preemptions_per_request=ours.preemptions_per_request - true.preemptions / len(case.requests),
+        )
+
+
+def errors(rows: Sequence[Row]) -> str:
+    """How far predictions from pages alone are off."""
+    misses = [miss for row in rows for miss in row.misses]
+    speed, preempted = (
+        math.sqrt(math.fsum(value**2 for value in values) / len(misses))
+        for values in ([m.throughput_ratio for m in misses], [m.preemptions_per_request for m in misses])
+    )
+    settings = ", ".join(f"({cap}, {watermark:g})" for cap, watermark in ERROR_SETTINGS)
+    return (
+        f"Simulating the load that the pages show, at {settings}, is off by\n"
+        f"{100 * speed:.1f} points of the throughput relative to now and {preempted:.3f} preemptions per request "
+        "(root mean square)."
+    )
 
 
 def summary(rows: Sequence[Row]) -> str:
