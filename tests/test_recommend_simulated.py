@@ -81,7 +81,7 @@ def test_the_simulation_reproduces_what_was_seen() -> None:
 
 
 def test_what_works_now_comes_before_flags() -> None:
-    engine = asked(played())
+    engine = asked(capture("thrash"))
     assert [made.apply for made in engine.recommendations] == ["now", "restart", "restart"]
     assert engine.recommendations[0].setting == "gateway_max_in_flight"
     assert engine.recommendations[0].current == 28
@@ -332,6 +332,6 @@ def test_the_table_fits_eighty_columns(name: str) -> None:
 
 
 def test_flags_that_belong_together_are_one_entry() -> None:
-    text = report_text(judged(played()), width=100, recommendations_first=True)
-    changes = proposed(asked(played()))
+    text = report_text(judged(capture("thrash")), width=100, recommendations_first=True)
+    changes = proposed(asked(capture("thrash")))
     assert f"--max-num-seqs {changes['max_num_seqs']} --watermark {changes['watermark']}\n" in text

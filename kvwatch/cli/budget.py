@@ -65,9 +65,9 @@ def command(
     """KV-cache budget of a model: bytes per token, blocks, concurrency, and whether it fits.
 
     \b
-    kvwatch budget --model meta-llama/Llama-3.1-70B --gpu H100 --tensor-parallel-size 4 --max-model-len 32768
-    kvwatch budget --model ./config.json --kv-cache-memory-bytes 40GiB --context 4096 --concurrency 32
-    kvwatch budget --gpu H100 --vllm-args "vllm serve Qwen/Qwen3-32B -tp 2 --kv-cache-dtype fp8"
+    kvwatch budget --model meta-llama/Llama-3.1-70B --gpu H100 -tp 4
+    kvwatch budget --model config.json --kv-cache-memory-bytes 40GiB
+    kvwatch budget --gpu H100 --vllm-args "serve Qwen/Qwen3-32B -tp 2"
 
     Exit code 0: fits, or the memory is not known. 1: vLLM would refuse to start, or a load given does not fit.
     """
