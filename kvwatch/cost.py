@@ -61,7 +61,7 @@ def fit_cost(window: Window, *, pool_tokens: int, tokens_per_preemption: float) 
     intervals = busy_intervals(window, pool_tokens=pool_tokens, tokens_per_preemption=tokens_per_preemption)
     if len(intervals) < MINIMUM_INTERVALS:
         return None
-    coefficients = _least_squares(intervals)
+    coefficients = least_squares(intervals)
     if coefficients is None:
         return None
     missed = math.fsum(abs(i.seconds - _predicted(i, coefficients)) for i in intervals)
@@ -102,29 +102,45 @@ def seconds_per_step(window: Window) -> float | None:
 
 
 def busy_intervals(window: Window, *, pool_tokens: int, tokens_per_preemption: float) -> tuple[BusyInterval, ...]:
-    """The intervals at both ends of which requests ran, and in which steps were made."""
+    """The intervals at both ends of which requests ran, and in which steps were made.
+
+    Where a page lacks the usage of the pool or the count of preemptions, its intervals are left out, unless
+    `pool_tokens` or `tokens_per_preemption` is 0: then they are not asked for.
+    """
     found = []
     for before, after in zip(window.snapshots, window.snapshots[1:], strict=False):
         first, second = before.histograms.get(ITERATION_TOKENS.name), after.histograms.get(ITERATION_TOKENS.name)
         if first is None or second is None or first.sum is None or second.sum is None:
             continue
         steps, tokens = second.count - first.count, second.sum - first.sum
-        again = (after.get(PREEMPTIONS) or 0.0) - (before.get(PREEMPTIONS) or 0.0)
+        again = _preempted(before, after) if tokens_per_preemption else 0.0
         seconds = after.at_seconds - before.at_seconds
-        if steps <= 0 or tokens < 0 or again < 0 or not (_is_busy(before) and _is_busy(after)):
+        if again is None or steps <= 0 or tokens < 0 or again < 0 or not (_is_busy(before) and _is_busy(after)):
             continue
         if seconds < steps * SHORTEST_STEP_SECONDS:
             continue
-        usage = ((before.get(KV_CACHE_USAGE) or 0.0) + (after.get(KV_CACHE_USAGE) or 0.0)) / 2
+        held = _held(before, after) if pool_tokens else 0.0
+        if held is None:
+            continue
         found.append(
             BusyInterval(
                 seconds=seconds,
                 steps=steps,
                 tokens=tokens + again * tokens_per_preemption,
-                kv_tokens=steps * usage * pool_tokens,
+                kv_tokens=steps * held * pool_tokens,
             )
         )
     return tuple(found)
+
+
+def _held(before: Snapshot, after: Snapshot) -> float | None:
+    first, second = before.get(KV_CACHE_USAGE), after.get(KV_CACHE_USAGE)
+    return None if first is None or second is None else (first + second) / 2
+
+
+def _preempted(before: Snapshot, after: Snapshot) -> float | None:
+    first, second = before.get(PREEMPTIONS), after.get(PREEMPTIONS)
+    return None if first is None or second is None else second - first
 
 
 def _is_busy(snapshot: Snapshot) -> bool:
@@ -139,7 +155,7 @@ def _row(interval: BusyInterval) -> tuple[float, float, float]:
     return interval.steps, interval.tokens, interval.kv_tokens
 
 
-def _least_squares(intervals: Sequence[BusyInterval]) -> Coefficients | None:
+def least_squares(intervals: Sequence[BusyInterval]) -> Coefficients | None:
     """The non-negative coefficients that explain the intervals best; a step must cost something.
 
     A pool that is full all the time does not tell a step's fixed cost from that of reading the pool: both explain the
@@ -171,17 +187,25 @@ def _explanations(intervals: Sequence[BusyInterval]) -> Iterator[tuple[float, Co
             full = [0.0, 0.0, 0.0]
             for column, value in zip(columns, solved, strict=True):
                 full[column] = value
-            coefficients = (full[0], full[1], full[2])
-            if _computes(intervals, coefficients):
-                error = math.fsum(((i.seconds - _predicted(i, coefficients)) ** 2) / i.steps for i in intervals)
-                yield n * math.log(max(error, floor) / n) + 2.0 * size, coefficients
+            coefficients = _computing(intervals, (full[0], full[1], full[2]))
+            error = math.fsum(((i.seconds - _predicted(i, coefficients)) ** 2) / i.steps for i in intervals)
+            yield n * math.log(max(error, floor) / n) + 2.0 * size, coefficients
 
 
-def _computes(intervals: Sequence[BusyInterval], coefficients: Coefficients) -> bool:
-    """Whether steps take time before they read anything: else the first token of a short prompt would take none."""
-    step, per_token, _ = coefficients
+def _computing(intervals: Sequence[BusyInterval], coefficients: Coefficients) -> Coefficients:
+    """The coefficients, by which steps take time before they read anything.
+
+    Else the first token of a short prompt would take none. What is missing is taken from reading and given to steps,
+    rather than the explanation be refused: a millisecond more or less must not decide between all and nothing.
+    """
+    step, per_token, per_kv_token = coefficients
     computing = math.fsum(i.steps * step + i.tokens * per_token for i in intervals)
-    return computing >= _LEAST_COMPUTING_RATIO * math.fsum(i.seconds for i in intervals)
+    missing = _LEAST_COMPUTING_RATIO * math.fsum(i.seconds for i in intervals) - computing
+    if missing <= 0 or per_kv_token <= 0:
+        return coefficients
+    reading = per_kv_token * math.fsum(i.kv_tokens for i in intervals)
+    steps = math.fsum(i.steps for i in intervals)
+    return step + missing / steps, per_token, per_kv_token * max(0.0, 1 - missing / reading)
 
 
 def _solve(intervals: Sequence[BusyInterval], columns: Sequence[int]) -> list[float] | None:

@@ -228,8 +228,8 @@ _AT_LEAST_ONE = (
 )
 
 
-def _check(engine: EngineConfig, model: ModelSpec) -> None:
-    """Refuse what vLLM would refuse, naming the flag and the value."""
+def check_flags(engine: EngineConfig) -> None:
+    """Refuse what vLLM would refuse whatever the model, naming the flag and the value. Raises SettingError."""
     for name in _AT_LEAST_ONE:
         value = getattr(engine, name)
         if value is not None and value < 1:
@@ -238,12 +238,17 @@ def _check(engine: EngineConfig, model: ModelSpec) -> None:
         raise SettingError(f"num_speculative_tokens is {engine.num_speculative_tokens}; it cannot be negative")
     if engine.max_model_len is not None and engine.max_model_len < 1 and engine.max_model_len != -1:
         raise SettingError(f"--max-model-len is {engine.max_model_len}; give tokens, or -1 to fit the memory")
+    _check_choices(engine)
+    _check_shares(engine)
+    _check_seqs(engine)
+
+
+def _check(engine: EngineConfig, model: ModelSpec) -> None:
+    check_flags(engine)
     if engine.dtype not in {"auto", *ELEMENT_BYTES}:
         raise SettingError(f"--dtype {engine.dtype!r} is unknown; vLLM knows auto, {', '.join(ELEMENT_BYTES)}")
     check_quantization(engine.quantization, model.quantization, model_name=model.name)
     _check_kv_cache(engine, model)
-    _check_choices(engine)
-    _check_shares(engine)
     _check_parallelism(engine, model)
 
 
@@ -278,16 +283,21 @@ def _check_choices(engine: EngineConfig) -> None:
             )
 
 
-def _check_batch(engine: EngineConfig, model: ModelSpec) -> None:
+def _check_seqs(engine: EngineConfig) -> None:
     """SchedulerConfig.verify_max_model_len (vllm/config/scheduler.py)."""
     tokens, seqs = engine.max_num_batched_tokens, engine.max_num_seqs
-    if tokens is None:
-        return
-    if seqs is not None and tokens < seqs:
+    if tokens is not None and seqs is not None and tokens < seqs:
         raise SettingError(
             f"--max-num-batched-tokens {tokens} is less than --max-num-seqs {seqs}: a step has to hold a token of each "
             "request, and vLLM would refuse to start"
         )
+
+
+def _check_batch(engine: EngineConfig, model: ModelSpec) -> None:
+    """SchedulerConfig.verify_max_model_len (vllm/config/scheduler.py)."""
+    tokens = engine.max_num_batched_tokens
+    if tokens is None:
+        return
     longest = _max_model_len(engine, model)
     if engine.enable_chunked_prefill is False and tokens < longest and engine.max_model_len != -1:
         raise SettingError(

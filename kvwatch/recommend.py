@@ -56,6 +56,9 @@ def recommend(
     because = (() if over else harm_found(findings)) or _held_back(findings)
     if not because:
         return Proposals(withheld=(over,) if over else unjudged(findings))
+    if any(f.check == "engine_stalled" and f.status is Status.CRITICAL for f in findings):
+        reason = "the engine hangs (engine_stalled): no setting ends that. Restart it, and look at its log"
+        return Proposals(withheld=(Withheld(setting="max_num_seqs", reason=reason),))
     view = replace(view, window=view.window.since_restart)  # the process before had other flags, perhaps another pool
     try:
         studied = None if turned_away else study(view, objective, may_loosen=HARM[0] not in because)
@@ -185,6 +188,8 @@ class _Answer:
         has_watermark = has_flag("watermark", self._version)
         tried = "max_num_seqs and watermark" if has_watermark else "max_num_seqs"
         advice = "" if self._needed else ": give the pool more memory or add replicas"
+        if self._study.objective == "latency":
+            return f"of the values of {tried} simulated, none has a lower TTFT p99 at 97 % of the throughput{advice}"
         return (
             f"of the values of {tried} simulated, none does better than the present ones "
             f"({now.preemptions_per_request:.2f} preemptions per request){advice}"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from kvwatch.checks.check import EngineView
-from kvwatch.errors import NoData
+from kvwatch.errors import NoData, SettingError
 from kvwatch.flag_releases import EVICT_UNHASHED_FIRST_SINCE, V1_SINCE, has_flag
 from kvwatch.simulation import KvGroup, SchedulerSettings
 from kvwatch.versions import Version, engine_version, version_text
@@ -70,6 +70,9 @@ def settings_now(view: EngineView) -> SettingsNow:
     groups = _groups(view.facts.budget)
     block_size = _block_size(view, groups)
     seqs, seqs_origin = _max_num_seqs(view)
+    told_batch = view.facts.max_num_batched_tokens
+    if told_batch is not None and told_batch < seqs and seqs_origin == "assumed":
+        seqs = told_batch  # with more vLLM would not have started
     batched, batched_origin = _max_num_batched_tokens(view, seqs)
     watermark = view.facts.watermark or 0.0
     caching, caching_origin = _prefix_caching(view, version)
@@ -198,7 +201,12 @@ def _max_num_batched_tokens(view: EngineView, seqs: int) -> tuple[int, Origin]:
     """
     given = view.facts.max_num_batched_tokens
     if given is not None:
-        return max(given, seqs), "given"
+        if given < seqs:
+            raise SettingError(
+                f"max_num_batched_tokens is {given:,}, less than the {seqs:,} sequences that run at a time: vLLM does "
+                "not start so. Give the --max-num-batched-tokens and --max-num-seqs that the engine runs with."
+            )
+        return given, "given"
     budget = view.facts.budget
     if budget is not None:
         return max(budget.engine.max_num_batched_tokens, seqs), "derived"

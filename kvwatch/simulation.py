@@ -11,6 +11,8 @@ from kvwatch.errors import SettingError
 
 DEFAULT_BLOCK_SIZE = 16
 """vllm/config/cache.py, CacheConfig.DEFAULT_BLOCK_SIZE (0.32.0)."""
+_MOST_BLOCK_TOKENS = 10**7  # a block of a state space is as long as the longest context
+_MOST_ATTEMPTS = 1000
 _MOST_TOKENS = 10**8  # ten times the longest context there is; a request's blocks are held in memory
 
 
@@ -33,7 +35,7 @@ class KvGroup:
     def __post_init__(self) -> None:
         for name in ("block_size", "window_tokens", "max_blocks"):
             if getattr(self, name) is not None:
-                _at_least(name, getattr(self, name), 1)
+                _at_least(name, getattr(self, name), 1, _MOST_BLOCK_TOKENS if name == "block_size" else _MOST)
         if self.window_tokens is not None and self.max_blocks is not None:
             raise SettingError(
                 f"a group has both window_tokens ({self.window_tokens}) and max_blocks ({self.max_blocks}); give "
@@ -100,7 +102,8 @@ class SchedulerSettings:
     groups: tuple[KvGroup, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "max_model_len", "max_num_batched_tokens", "max_num_seqs"):
+        _at_least("block_size", self.block_size, 1, _MOST_BLOCK_TOKENS)
+        for name in ("max_model_len", "max_num_batched_tokens", "max_num_seqs"):
             _at_least(name, getattr(self, name), 1)
         _at_least("num_gpu_blocks", self.num_gpu_blocks, 2)  # one block is the null block
         _at_least("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
@@ -180,6 +183,8 @@ class CostModel:
     def __post_init__(self) -> None:
         for name in ("step_seconds", "per_token_seconds", "per_kv_token_seconds"):
             _at_least(name, getattr(self, name), 0)
+        if not self.step_seconds + self.per_token_seconds > 0:
+            raise SettingError("step_seconds and per_token_seconds are both 0; a step takes time. Give one of them.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,7 +233,7 @@ class Retry:
                 "every request times out before it can run."
             )
         _at_least("first_token_timeout_seconds", self.first_token_timeout_seconds, 0)
-        _at_least("max_attempts", self.max_attempts, 1)
+        _at_least("max_attempts", self.max_attempts, 1, _MOST_ATTEMPTS)
         _at_least("backoff_seconds", self.backoff_seconds, 0)
 
 

@@ -141,11 +141,16 @@ def best_in_flight(trial: Trial, objective: Objective = "balanced") -> Outcome:
 def cap_candidates(trial: Trial) -> tuple[int, ...]:
     """Caps from what the pool holds of requests at their end to what it holds at half their answer; at most 12."""
     settings, requests = trial.settings, trial.draws[0]
-    usable = settings.usable_blocks
-    at_end = sum(settings.blocks(r.prompt_tokens + r.output_tokens) for r in requests) / len(requests)
+    shared = _shared_blocks(settings, requests)  # held once, whoever runs
+    usable = settings.usable_blocks - sum(shared.values())
+
+    def own(request: Request, answer_tokens: int) -> int:
+        return max(1, settings.blocks(request.prompt_tokens + answer_tokens) - shared.get(request.prefix, 0))
+
+    at_end = sum(own(r, r.output_tokens) for r in requests) / len(requests)
     # requests are seen running in proportion to their answers
     weight = sum(r.output_tokens for r in requests)
-    halfway = sum(settings.blocks(r.prompt_tokens + r.output_tokens // 2) * r.output_tokens for r in requests) / weight
+    halfway = sum(own(r, r.output_tokens // 2) * r.output_tokens for r in requests) / weight
     limit = settings.max_num_batched_tokens
     if trial.clients is not None:
         limit = min(limit, trial.clients)
@@ -158,6 +163,16 @@ def cap_candidates(trial: Trial) -> tuple[int, ...]:
         ratio = (highest / lowest) ** (1 / (most - 1))
         caps = {round(lowest * ratio**step) for step in range(most)}
     return tuple(sorted(caps))
+
+
+def _shared_blocks(settings: SchedulerSettings, requests: Iterable[Request]) -> dict[str | None, int]:
+    """Blocks per prefix; none where the pool does not hold all of them at once."""
+    if not settings.enable_prefix_caching:
+        return {}
+    shared: dict[str | None, int] = {
+        r.prefix: r.prefix_tokens // settings.block_size for r in requests if r.prefix is not None
+    }
+    return shared if sum(shared.values()) < settings.usable_blocks else {}
 
 
 def with_seqs(settings: SchedulerSettings, max_num_seqs: int, watermark: float) -> SchedulerSettings:
@@ -204,7 +219,12 @@ class _Search:
     def without_idle(
         self, caps: Sequence[int], watermarks: Sequence[float]
     ) -> tuple[tuple[int, ...], tuple[float, ...]]:
-        """The values that, alone, do not leave the engine idle: calm, and so slow that another makes it worse."""
+        """The values that, alone, do not leave the engine idle: calm, and so slow that another makes it worse.
+
+        Whoever asks for stability takes what is calm, however slow.
+        """
+        if self._objective == "stability":
+            return tuple(caps), tuple(watermarks)
         now = self._trial.settings
         by_cap = {cap: self._first_draw((with_seqs(now, cap, now.watermark), None)) for cap in caps}
         by_share = {share: self._first_draw((with_seqs(now, now.max_num_seqs, share), None)) for share in watermarks}
@@ -290,11 +310,15 @@ class _Search:
         if self._is_as_good(self._now, best, ratio=_AS_CALM_RATIO, preemptions=_AS_CALM_PREEMPTIONS):
             return self._now
         now = self._now.settings
-        for kept in ({"max_num_seqs": now.max_num_seqs}, {"watermark": now.watermark}):
+        # A watermark follows the lengths of tomorrow, a cap does not: it is left out only where it does nothing.
+        for kept, ratio, preemptions in (
+            ({"max_num_seqs": now.max_num_seqs}, 1.1, 1.0),
+            ({"watermark": now.watermark}, 1.0, 0.0),
+        ):
             simpler = self._full.get((replace(best.settings, **kept), best.in_flight))
             if simpler is None or not self._allowed((simpler,)):
                 continue
-            if self._is_as_good(simpler, best, ratio=1.1, preemptions=1.0):
+            if self._is_as_good(simpler, best, ratio=ratio, preemptions=preemptions):
                 return simpler
         return best
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 from fake_engine import FakeEngine
 
-from kvwatch.cost import assumed_cost, fit_cost, seconds_per_step
+from kvwatch.cost import BusyInterval, assumed_cost, fit_cost, least_squares, seconds_per_step
 from kvwatch.simulation import CostModel, Request, SchedulerSettings
 from kvwatch.window import Window
 
@@ -90,6 +90,39 @@ def test_a_pool_full_all_the_time_leaves_open_whether_steps_or_reading_it_take_t
     assert fit is not None
     fixed, reading = fit.cost.step_seconds, fit.cost.per_kv_token_seconds * settings.pool_tokens
     assert 0.05 < fixed / (fixed + reading) < 0.95
+
+
+def test_pages_without_the_usage_of_the_pool_are_left_out_and_not_read_as_an_empty_pool() -> None:
+    window = window_of(CostModel(step_seconds=0.005, per_token_seconds=1e-4, per_kv_token_seconds=1e-7))
+    pool = 2047 * 16
+    without = tuple(
+        replace(s, values={name: v for name, v in s.values.items() if name != "kv_cache_usage_perc"})
+        for s in window.snapshots
+    )
+    assert fit_cost(Window(without), pool_tokens=pool, tokens_per_preemption=0.0) is None
+    half = (*window.snapshots[: len(without) // 2], *without[len(without) // 2 :])
+    known = Window(window.snapshots[: len(without) // 2])
+    assert fit_cost(Window(half), pool_tokens=pool, tokens_per_preemption=0.0) == fit_cost(
+        known, pool_tokens=pool, tokens_per_preemption=0.0
+    )
+    assert seconds_per_step(Window(without)) == seconds_per_step(window)
+
+
+def test_a_millisecond_does_not_turn_the_costs_around() -> None:
+    seconds = (2.21, 2.11, 1.867, 1.988, 1.687, 1.964, 1.749, 1.491, 1.499, 1.56)
+    steps = (69, 69, 63, 68, 55, 68, 60, 50, 48, 52)
+    tokens = (2240, 1547, 1274, 2260, 2049, 1694, 2820, 1038, 2361, 1376)
+    kv_tokens = (280048, 272390, 247787, 264886, 221182, 268458, 235402, 201969, 194623, 206461)
+
+    def reading(seventh_seconds: float) -> float:
+        """What a token read costs, if the seventh interval took so long."""
+        times = (*seconds[:6], seventh_seconds, *seconds[7:])
+        rows = zip(times, steps, tokens, kv_tokens, strict=True)
+        found = least_squares([BusyInterval(seconds=s, steps=n, tokens=t, kv_tokens=k) for s, n, t, k in rows])
+        assert found is not None
+        return found[2]
+
+    assert reading(1.749) == pytest.approx(reading(1.750), rel=0.05)
 
 
 def test_a_million_steps_in_a_second_are_not_believed() -> None:

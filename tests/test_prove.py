@@ -7,7 +7,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from tools.prove import _by_chance, speed_verdict
+from tools.prove import _by_chance, earlier, speed_verdict
 
 STEADY, BUSY = [1000.0] * 6, [2000.0, 400.0, 1500.0, 3000.0, 2500.0, 385.0]
 
@@ -31,3 +31,10 @@ def test_rounds_are_compared_one_by_one(before: list[float], ratios: list[float]
 @pytest.mark.parametrize(("least", "tosses", "probability"), [(5, 5, 1 / 32), (7, 8, 9 / 256), (0, 6, 1.0)])
 def test_chance_is_that_of_tossing_coins(least: int, tosses: int, probability: float) -> None:
     assert _by_chance(least, tosses) == probability
+
+
+def test_what_is_said_of_earlier_runs_is_kept(tmp_path: Path) -> None:
+    page = tmp_path / "proof.md"
+    assert earlier(page) == ""
+    page.write_text("# Proof\n\nfigures\n\n## Runs before this one\n\nThey were worse.\n")
+    assert earlier(page) == "\n## Runs before this one\n\nThey were worse.\n"

@@ -14,7 +14,7 @@ from kvwatch.capacity import EngineFacts
 from kvwatch.finding import Status
 from kvwatch.flag_releases import FIRST_RELEASE, has_flag
 from kvwatch.objective import CALM_PREEMPTIONS_PER_REQUEST, Objective
-from kvwatch.proposal import SettingOption
+from kvwatch.proposal import SettingOption, SimulationBasis
 from kvwatch.render.data import report_data, to_json
 from kvwatch.render.text import report_text
 from kvwatch.report import EngineReport, Report, report
@@ -87,6 +87,14 @@ def test_what_works_now_comes_before_flags() -> None:
     assert engine.recommendations[0].current == 28
 
 
+def test_a_watermark_that_prevents_preemptions_stays_beside_a_cap_that_prevents_nearly_all() -> None:
+    """Lengths grow, and the cap does not follow them."""
+    engine = asked(played())
+    assert {"max_num_seqs", "watermark"} <= proposed(engine).keys()
+    cap_alone, both = option(engine, "max_num_seqs only"), option(engine, "proposed")
+    assert both.preemptions_per_request < cap_alone.preemptions_per_request < 0.02
+
+
 def test_the_same_window_gives_the_same_answer() -> None:
     assert asked(played()) == asked(played())
 
@@ -94,6 +102,34 @@ def test_the_same_window_gives_the_same_answer() -> None:
 def test_a_stable_engine_is_had_for_the_asking() -> None:
     engine = asked(played(), objective="stability")
     assert option(engine, "proposed").preemptions_per_request <= CALM_PREEMPTIONS_PER_REQUEST
+
+
+def test_stability_is_kept_where_only_a_slow_cap_gives_it() -> None:
+    """Before vLLM 0.24 there is no watermark, and the caps that are calm lose throughput."""
+    engine = asked(capture("thrash"), objective="stability", vllm_version="0.23.0")
+    assert option(engine, "proposed").preemptions_per_request <= CALM_PREEMPTIONS_PER_REQUEST
+
+
+def test_a_batch_smaller_than_vllms_default_cap_bounds_the_cap() -> None:
+    inputs = {name: (value, origin) for name, value, origin in _basis(max_num_batched_tokens=128).inputs}
+    assert inputs["max_num_batched_tokens"] == (128, "given")
+    assert inputs["max_num_seqs"] == (128, "assumed")
+
+
+def _basis(**facts: Any) -> SimulationBasis:
+    basis = asked(capture("thrash"), **facts).simulation
+    assert basis is not None
+    return basis
+
+
+def test_an_engine_that_hangs_gets_no_settings() -> None:
+    window = capture("thrash")
+    latest = window.latest
+    hung = Window(tuple(replace(latest, at_seconds=latest.at_seconds + 30 * number) for number in range(20)))
+    engine = asked(hung)
+    assert {f.check: f.status for f in engine.findings}["engine_stalled"] is Status.CRITICAL
+    assert engine.recommendations == ()
+    assert engine.simulation is None
 
 
 def test_what_more_memory_would_do_is_shown_beside() -> None:

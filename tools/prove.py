@@ -57,9 +57,10 @@ TARGETS = {"preemptions": 0.80, "throughput": 0.97}
 CHANCE = 0.05
 FEWEST_ROUNDS = 5  # all of one kind among fewer may be chance
 DRAWS = 8
+EARLIER = "## Runs before this one"
 # The API server and the clients compute as well. Beside as many threads as CPUs they make each step wait for whichever
 # thread they interrupted, and equal runs differ by half.
-THREADS = int(os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) - 1))))
+THREADS = int(os.environ.get("OMP_NUM_THREADS") or max(1, (os.cpu_count() or 1) - 1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +96,7 @@ def main() -> int:
     options.add_argument("--rounds", type=rounds, default=6, help="how often both settings are run, in turn: 5 to 50")
     options.add_argument("--output", type=Path, default=ROOT / "docs" / "proof.md")
     asked = options.parse_args()
+    os.environ["OMP_NUM_THREADS"] = str(THREADS)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         baseline = [measure(BASELINE, folder, "baseline")]
@@ -109,7 +111,7 @@ def main() -> int:
             baseline.append(measure(BASELINE, folder, f"baseline{number}"))
             tuned.append(measure(proposed, folder, f"tuned{number}"))
     text = page(report, proposed, expected, baseline, tuned)
-    asked.output.write_text(text, encoding="utf-8")
+    asked.output.write_text(f"{text}{earlier(asked.output)}", encoding="utf-8")
     say(text)
     return 0 if all(verdict == "met" for _, verdict in verdicts(expected, baseline, tuned)) else 1
 
@@ -362,6 +364,13 @@ def page(
         rows="\n".join(row(name, run) for name, _, runs in named for run in runs),
         checked="\n".join(f"- **{verdict}**: {text}" for text, verdict in checks),
     )
+
+
+def earlier(page_before: Path) -> str:
+    """What the page says of the runs before the one it shows; it is written by hand, and kept."""
+    text = page_before.read_text(encoding="utf-8") if page_before.exists() else ""
+    _, heading, rest = text.partition(f"\n{EARLIER}\n")
+    return heading + rest
 
 
 def command_line(settings: Mapping[str, float]) -> str:

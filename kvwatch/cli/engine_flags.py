@@ -53,6 +53,9 @@ def given(ctx: click.Context, options: Mapping[str, Any]) -> Given:
     if request.ignored:
         click.echo(left_out(request.ignored), err=True)
     version_given = options.get("vllm_version") is not None
+    from kvwatch.engine import check_flags
+
+    check_flags(request.engine)
     if request.model is None:
         return Given(engine=request.engine, version_given=version_given)
     from kvwatch.model import read_model

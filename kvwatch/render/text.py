@@ -90,7 +90,7 @@ def _engine(engine: EngineReport, *, width: int, colour: bool, recommendations_f
 
 def _nothing_to_do(engine: EngineReport, *, width: int) -> str:
     if engine.worst in {Status.CRITICAL, Status.WARNING}:
-        text = "No setting is proposed: no requests are being preempted. `kvwatch explain CHECK` has the runbook."
+        text = "No setting is proposed: none of these is ended by one. `kvwatch explain CHECK` has the runbook."
     else:
         text = "No change is proposed."
     return _wrap(text, width=width, indent="  ")
