@@ -206,6 +206,7 @@ def test_requests_without_output_are_left_out_of_a_log_and_noted(tmp_path: Path)
     [
         ("time,prompt_tokens\n1,2\n", "log.csv:2 has none of output_tokens, completion_tokens"),
         ("time,prompt_tokens,output_tokens\nsoon,2,3\n", "'soon' is neither a number of seconds nor an ISO 8601 time"),
+        ("time,prompt_tokens,output_tokens\n1,-2,3\n", "log.csv:2: '-2' is not a number of tokens"),
         ("time,prompt_tokens,output_tokens\n1,many,3\n", "log.csv:2: 'many' is not a number of tokens"),
     ],
 )
@@ -224,6 +225,11 @@ def test_a_log_that_cannot_be_used_says_why(tmp_path: Path, text: str, said: str
         ('{"time": 1, "prompt_tokens": Infinity, "output_tokens": 5}', "inf is not a number of tokens"),
         ('{"time": NaN, "prompt_tokens": 5, "output_tokens": 5}', "log.jsonl:1: nan is not a time"),
         (f'{{"time": 1{"0" * 400}, "prompt_tokens": 5, "output_tokens": 5}}', "0000 is not a time"),
+        ('{"time": 1, "prompt_tokens": -3, "output_tokens": 5}', "log.jsonl:1: -3 is not a number of tokens"),
+        ('{"time": 1, "prompt_tokens": 5, "output_tokens": true}', "log.jsonl:1: True is not a number of tokens"),
+        ('{"time": 1, "prompt_tokens": 5.7, "output_tokens": 5}', "log.jsonl:1: 5.7 is not a number of tokens"),
+        ('{"time": 1, "prompt_tokens": "5_0", "output_tokens": 5}', "log.jsonl:1: '5_0' is not a number of tokens"),
+        ('{"time": 1, "prompt_tokens": 10000000000, "output_tokens": 5}', "log.jsonl:1: prompt_tokens is above"),
         ("[" * 100_000, "log.jsonl:1 is not JSON (maximum recursion depth exceeded"),
     ],
 )

@@ -72,7 +72,7 @@ def read_requests(path: Path) -> tuple[Request, ...]:
 def read_request_log(path: Path, *, notes: list[str]) -> tuple[Request, ...]:
     """A log -> requests ordered by time, the first at second 0."""
     rows = _json_lines(path) if path.suffix in {".jsonl", ".json", ".ndjson"} else _csv_rows(path)
-    found: list[tuple[float, int, int]] = []
+    found: list[tuple[float, int, int, str]] = []
     unanswered = 0
     for where, row in rows:
         columns = _columns(row, where)
@@ -81,17 +81,21 @@ def read_request_log(path: Path, *, notes: list[str]) -> tuple[Request, ...]:
         if output < 1 or prompt < 1:
             unanswered += 1
             continue
-        found.append((at_seconds, prompt, output))
+        found.append((at_seconds, prompt, output, where))
     if not found:
         raise SourceError(f"{path}: no request with prompt and output tokens in it")
     if unanswered:
         notes.append(f"{path}: {unanswered} of {unanswered + len(found)} requests left out, they have no output tokens")
     found.sort(key=lambda item: item[0])
     start = found[0][0]
-    return tuple(
-        Request(at_seconds=round(at_seconds - start, 6), prompt_tokens=prompt, output_tokens=output)
-        for at_seconds, prompt, output in found
-    )
+    return tuple(_logged(at_seconds - start, prompt, output, where) for at_seconds, prompt, output, where in found)
+
+
+def _logged(at_seconds: float, prompt: int, output: int, where: str) -> Request:
+    try:
+        return Request(at_seconds=round(at_seconds, 6), prompt_tokens=prompt, output_tokens=output)
+    except SettingError as error:
+        raise SettingError(f"{where}: {error}") from error
 
 
 def _text(path: Path) -> str:
@@ -156,10 +160,14 @@ def _pick(columns: Mapping[str, Any], names: tuple[str, ...], where: str) -> Any
 
 
 def _tokens(value: Any, where: str) -> int:
+    """A whole number of at least 0; a log of text may write it 700 or 700.0."""
     try:
-        return int(value)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise SettingError(f"{where}: {shown(value)} is not a number of tokens.") from error
+        number = int(value) if isinstance(value, int) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if isinstance(value, bool) or "_" in str(value) or not number >= 0 or number % 1 != 0:
+        raise SettingError(f"{where}: {shown(value)} is not a number of tokens.")
+    return int(number)
 
 
 def _time(value: Any, where: str) -> float:
