@@ -1,4 +1,7 @@
-"""Starting up: `kvwatch check FILE` of an installed wheel, against a bare interpreter."""
+"""Starting up: `kvwatch check FILE` of an installed wheel, against what any Python exporter costs at least.
+
+On a machine where importing prometheus_client takes 0.07 s of CPU, the check takes 0.10 to 0.12 s.
+"""
 
 import subprocess
 import sys
@@ -10,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "tests/data/exposition/vllm-0.32.0-all-families.prom"
-MOST_CPU_SECONDS, MOST_MEBIBYTES = 0.15, 40.0
+MOST_CPU_RATIO, MOST_MEBIBYTES = 2.5, 40.0
 ROUNDS = 7
 
 
@@ -52,15 +55,16 @@ def least(command: Sequence[str]) -> tuple[float, float]:
     return min(cpu for cpu, _ in runs), min(rss for _, rss in runs)
 
 
-def test_a_check_of_a_file_costs_little_more_than_an_interpreter(installed: Path) -> None:
+def test_a_check_of_a_file_costs_little_more_than_importing_prometheus_client(installed: Path) -> None:
     python, kvwatch = str(installed / "python"), str(installed / "kvwatch")
     bare_cpu, bare_rss = least([python, "-c", "pass"])
+    peer_cpu, _ = least([python, "-c", "import prometheus_client"])
     check_cpu, check_rss = least([kvwatch, "check", str(PAGE)])
     help_cpu, help_rss = least([kvwatch, "--help"])
     print(
-        f"\nbare {bare_cpu:.3f} s CPU, {bare_rss:.1f} MiB; "
+        f"\nbare {bare_cpu:.3f} s CPU, {bare_rss:.1f} MiB; import prometheus_client +{peer_cpu - bare_cpu:.3f} s; "
         f"check FILE +{check_cpu - bare_cpu:.3f} s, {check_rss:.1f} MiB; "
         f"--help +{help_cpu - bare_cpu:.3f} s, {help_rss:.1f} MiB"
     )
-    assert check_cpu - bare_cpu <= MOST_CPU_SECONDS
+    assert check_cpu - bare_cpu <= MOST_CPU_RATIO * (peer_cpu - bare_cpu)
     assert check_rss <= MOST_MEBIBYTES

@@ -126,16 +126,22 @@ def best_settings(trial: Trial, objective: Objective = "balanced") -> Outcome:
 def best_in_flight(trial: Trial, objective: Objective = "balanced") -> Outcome:
     """The best cap of the requests in flight, with the present flags.
 
-    It is there to end an incident. So where the balanced choice leaves a tenth of the preemptions, it is the calmest
-    that keeps 90 % of the throughput.
+    It is there to end an incident. So where the balanced choice leaves more than a tenth of the preemptions, it is the
+    calmest that keeps 90 % of the throughput.
     """
-    asked = [(trial.settings, cap) for cap in cap_candidates(trial) if cap < (trial.clients or math.inf)]
+    caps = [cap for cap in cap_candidates(trial) if cap < (trial.clients or math.inf)]
     search = _Search(trial, objective)
-    search.run(asked)
+    search.run((trial.settings, cap) for cap in caps)
     outcome = search.outcome()
-    if objective == "balanced" and outcome.best.preemptions > _RELIEF_RATIO * outcome.now.preemptions:
-        return replace(outcome, best=search.calmest(RELIEF_THROUGHPUT_RATIO))
-    return outcome
+    if objective != "balanced" or outcome.best.preemptions <= _RELIEF_RATIO * outcome.now.preemptions:
+        return outcome
+    best = search.calmest(RELIEF_THROUGHPUT_RATIO)
+    lowest = min(caps, default=1)
+    while lowest > 1 and best.in_flight == lowest and best.preemptions > _RELIEF_RATIO * outcome.now.preemptions:
+        lowest -= 1  # lower than any that serves for good, but it is the one that relieves
+        search.run([(trial.settings, lowest)])
+        best = search.calmest(RELIEF_THROUGHPUT_RATIO)
+    return replace(outcome, best=best)
 
 
 def cap_candidates(trial: Trial) -> tuple[int, ...]:

@@ -2,14 +2,17 @@
 
 import json
 import random
+import tarfile
 from dataclasses import replace
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 from fake_engine import FakeEngine
 from pages import capture
 
+import kvwatch
 from kvwatch.capacity import EngineFacts
 from kvwatch.finding import Status
 from kvwatch.flag_releases import FIRST_RELEASE, has_flag
@@ -19,9 +22,11 @@ from kvwatch.render.data import report_data, to_json
 from kvwatch.render.text import report_text
 from kvwatch.report import EngineReport, Report, report
 from kvwatch.simulation import CostModel, Request, SchedulerSettings
+from kvwatch.sources.capture import read_capture
 from kvwatch.versions import parse_version, version_text
-from kvwatch.window import Window
+from kvwatch.window import Window, windows
 
+RECORDING = Path(kvwatch.__file__).parent / "data/demo/recording.tar.gz"
 POOL = SchedulerSettings(num_gpu_blocks=256, block_size=128, max_model_len=4096, max_num_seqs=256)
 COST = CostModel(step_seconds=0.0055, per_token_seconds=9e-5)
 ROOMY = SchedulerSettings(num_gpu_blocks=4096, block_size=16, max_model_len=4096, max_num_seqs=8)
@@ -93,6 +98,19 @@ def test_a_watermark_that_prevents_preemptions_stays_beside_a_cap_that_prevents_
     assert {"max_num_seqs", "watermark"} <= proposed(engine).keys()
     cap_alone, both = option(engine, "max_num_seqs only"), option(engine, "proposed")
     assert both.preemptions_per_request < cap_alone.preemptions_per_request < 0.02
+
+
+def test_the_cap_that_ends_an_incident_may_be_lower_than_any_that_serves_for_good(tmp_path: Path) -> None:
+    with tarfile.open(RECORDING) as archive:
+        for name in sorted(archive.getnames())[:20]:  # the beginning of the trouble: an open loop so far
+            member = archive.extractfile(name)
+            assert member is not None
+            (tmp_path / name).write_bytes(member.read())
+    (window,) = windows(read_capture(tmp_path, target="demo", notes=[]))
+    engine = asked(window)
+    now, gateway = option(engine, "now"), option(engine, "gateway")
+    assert gateway.preemptions_per_request <= 0.1 * now.preemptions_per_request
+    assert gateway.output_throughput_ratio >= 0.9
 
 
 def test_the_same_window_gives_the_same_answer() -> None:
