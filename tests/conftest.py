@@ -1,5 +1,7 @@
 """Settings for all tests."""
 
+import signal
+
 import prometheus_releases
 import pytest
 from hypothesis import settings
@@ -8,6 +10,10 @@ from prometheus_releases import Program
 # A busy machine is slow; a law holds at any speed.
 settings.register_profile("kvwatch", deadline=None)
 settings.load_profile("kvwatch")
+
+# Under nohup and behind `&` a process starts with Ctrl-C ignored, and so do its children: the tests that interrupt
+# commands would wait for ever.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_report_header() -> str:
