@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "tests/data/exposition/vllm-0.32.0-all-families.prom"
-MOST_CPU_RATIO, MOST_MEBIBYTES = 2.5, 40.0
+MOST_CPU_RATIO, MOST_MEBIBYTES = 2.0, 40.0
 ROUNDS = 7
 
 
