@@ -5,20 +5,25 @@ The tests share one engine and run in the order of this file: healthy, thrashing
 
 import contextlib
 import json
+import random
 import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from grid_cases import CPU
 from load import Load, Traffic
 from parts import Webhook, alertmanager, answers, eventually, free_port, get, prometheus, running, webhook
 from vllm_server import vllm_server
+
+from kvwatch.simulation import Request, SchedulerSettings
+from kvwatch.simulator import simulate
 
 pytestmark = [pytest.mark.real, pytest.mark.slow]
 
@@ -119,6 +124,25 @@ def ended(process: "subprocess.Popen[str]") -> None:
     process.communicate()
 
 
+def effect_of(proposed: Mapping[str, float]) -> tuple[float, float]:
+    """What vLLM's scheduler makes of this traffic under the proposed flags: preemptions and throughput, of the present.
+
+    Of the preemptions a watermark of 0.05 leaves a half, 0.1 a sixth, 0.2 a fourteenth (at 99 % of the throughput).
+    """
+    rng = random.Random(0)
+    requests = tuple(
+        Request(
+            prompt_tokens=rng.randint(*OUTGROWING.prompt_tokens), output_tokens=rng.randint(*OUTGROWING.output_tokens)
+        )
+        for _ in range(12 * OUTGROWING.clients)
+    )
+    now = SchedulerSettings(num_gpu_blocks=96, block_size=128, max_model_len=8192, max_num_seqs=32)
+    flags = {name: proposed[name] for name in ("max_num_seqs", "watermark") if name in proposed}
+    then = replace(now, **flags)  # type: ignore[arg-type]  # their fields
+    before, after = (simulate(settings, CPU, requests, OUTGROWING.clients) for settings in (now, then))
+    return after.preemptions / before.preemptions, after.output_tokens_per_second / before.output_tokens_per_second
+
+
 def test_a_healthy_engine_gets_no_warning(engine: str, receiver: Webhook) -> None:
     load = Load(engine, SHORT)
     load.start()
@@ -148,7 +172,10 @@ def test_a_thrashing_engine_is_named_with_what_to_change(engine: str, thrashing:
 
     proposed = verdict.proposed()
     assert proposed["gateway_max_in_flight"] in GOOD_CAPS
-    assert 0.01 <= proposed["watermark"] <= 0.15
+    assert proposed["watermark"] > 0
+    left, kept = effect_of(proposed)
+    assert left <= 0.35
+    assert kept >= 0.94
 
     assert on_an_older_vllm.exit_code == 1
     older = on_an_older_vllm.proposed()
