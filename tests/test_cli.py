@@ -83,6 +83,7 @@ def test_the_level_that_counts_as_found_is_a_choice(source: str, fail_on: str, c
         ["explain", "no_such_check"],
         ["record", THRASH, "--output", "somewhere"],
         ["record", "http://127.0.0.1:1"],
+        ["recommend", THRASH, "--watermark", "0.05", "--vllm-version", "0.20.0"],
     ],
     ids=" ".join,
 )
