@@ -1,9 +1,11 @@
 """Settings for all tests."""
 
 import signal
+from collections.abc import Iterator
 
 import prometheus_releases
 import pytest
+from fake_server import FakeServer, fake_server
 from hypothesis import settings
 from prometheus_releases import Program
 
@@ -26,3 +28,10 @@ def promtool(request: pytest.FixtureRequest) -> Program:
     """Each release of promtool in turn."""
     assert isinstance(request.param, Program)
     return request.param
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeServer]:
+    """A server of its own for each test."""
+    with fake_server() as made:
+        yield made
