@@ -234,7 +234,8 @@ class _Search:
         now = self._trial.settings
         by_cap = {cap: self._first_draw((with_seqs(now, cap, now.watermark), None)) for cap in caps}
         by_share = {share: self._first_draw((with_seqs(now, now.max_num_seqs, share), None)) for share in watermarks}
-        tried = self._allowed((*by_cap.values(), *by_share.values(), self._now))
+        # on this draw only: another may be faster under any settings
+        tried = self._allowed((*by_cap.values(), *by_share.values(), self._first_draw((now, None))))
         fastest = max(one.output_tokens_per_second for one in tried)
 
         def is_idle(one: Tried) -> bool:
