@@ -4,7 +4,8 @@
 
 Steps and tokens come from vllm:iteration_tokens_total, whose observations are steps (vllm/v1/metrics/loggers.py,
 PrometheusStatLogger.record). It leaves out what is computed again after a preemption, so the preemptions of the
-interval are added at the tokens that one costs. The tokens read are the blocks held times the steps. All three
+interval are added at the tokens that one costs. The tokens read are those held times the steps; a prefix that requests
+share is held once and read by each of them. All three
 coefficients are at least 0 (non-negative least squares; with three of them, every subset is tried), and the subsets
 are averaged by how well they explain the intervals for their number of coefficients.
 
@@ -12,7 +13,7 @@ Only intervals that were busy throughout count: an idle engine makes no step.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -32,6 +33,11 @@ _LEAST_COMPUTING_RATIO = 0.01
 _EXACT = 1e-12  # a squared error of this share is one of rounding
 
 Coefficients = tuple[float, float, float]  # seconds per step, per computed token, per token read
+ReadAgain = Callable[[float], float]  # running requests -> tokens
+
+
+def _nothing(_running: float) -> float:
+    return 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,12 +59,17 @@ class BusyInterval:
     kv_tokens: float
 
 
-def fit_cost(window: Window, *, pool_tokens: int, tokens_per_preemption: float) -> CostFit | None:
+def fit_cost(
+    window: Window, *, pool_tokens: int, tokens_per_preemption: float, read_again: ReadAgain = _nothing
+) -> CostFit | None:
     """The costs that explain the window's busy intervals, or None if too few are known or none explains them.
 
-    `tokens_per_preemption` is how many tokens are computed again for one preemption.
+    `tokens_per_preemption` is how many tokens are computed again for one preemption; `read_again` how many tokens so
+    many running requests read that the pool holds for another of them.
     """
-    intervals = busy_intervals(window, pool_tokens=pool_tokens, tokens_per_preemption=tokens_per_preemption)
+    intervals = busy_intervals(
+        window, pool_tokens=pool_tokens, tokens_per_preemption=tokens_per_preemption, read_again=read_again
+    )
     if len(intervals) < MINIMUM_INTERVALS:
         return None
     coefficients = least_squares(intervals)
@@ -101,7 +112,9 @@ def seconds_per_step(window: Window) -> float | None:
     return math.fsum(interval.seconds for interval in intervals) / steps if steps else None
 
 
-def busy_intervals(window: Window, *, pool_tokens: int, tokens_per_preemption: float) -> tuple[BusyInterval, ...]:
+def busy_intervals(
+    window: Window, *, pool_tokens: int, tokens_per_preemption: float, read_again: ReadAgain = _nothing
+) -> tuple[BusyInterval, ...]:
     """The intervals at both ends of which requests ran, and in which steps were made.
 
     Where a page lacks the usage of the pool or the count of preemptions, its intervals are left out, unless
@@ -119,23 +132,27 @@ def busy_intervals(window: Window, *, pool_tokens: int, tokens_per_preemption: f
             continue
         if seconds < steps * SHORTEST_STEP_SECONDS:
             continue
-        held = _held(before, after) if pool_tokens else 0.0
-        if held is None:
+        read = _read(before, after, pool_tokens, read_again) if pool_tokens else 0.0
+        if read is None:
             continue
         found.append(
             BusyInterval(
                 seconds=seconds,
                 steps=steps,
                 tokens=tokens + again * tokens_per_preemption,
-                kv_tokens=steps * held * pool_tokens,
+                kv_tokens=steps * read,
             )
         )
     return tuple(found)
 
 
-def _held(before: Snapshot, after: Snapshot) -> float | None:
+def _read(before: Snapshot, after: Snapshot, pool_tokens: int, read_again: ReadAgain) -> float | None:
+    """Tokens that a step reads from the KV cache, the mean of both pages."""
     first, second = before.get(KV_CACHE_USAGE), after.get(KV_CACHE_USAGE)
-    return None if first is None or second is None else (first + second) / 2
+    if first is None or second is None:
+        return None
+    shared = sum(read_again(page.get(REQUESTS_RUNNING) or 0.0) for page in (before, after))
+    return ((first + second) * pool_tokens + shared) / 2
 
 
 def _preempted(before: Snapshot, after: Snapshot) -> float | None:

@@ -33,8 +33,16 @@ class Option:
     result: SimulationResult
 
 
-def choose(options: Sequence[Option], objective: Objective, current: SchedulerSettings) -> Option:
+def choose(
+    options: Sequence[Option],
+    objective: Objective,
+    current: SchedulerSettings,
+    *,
+    kept_ratio: float = THROUGHPUT_KEPT_RATIO,
+) -> Option:
     """The option that serves the objective best. Ties go to the smaller change from `current`, then to the first.
+
+    `kept_ratio` is the share of the best throughput from which on an option counts as fast.
 
     Raises SettingError if there are no options.
     """
@@ -46,7 +54,7 @@ def choose(options: Sequence[Option], objective: Objective, current: SchedulerSe
             return min(options, key=lambda o: (o.result.preemptions, -_throughput(o), _change(o, current)))
         return min(calm, key=lambda o: (-_throughput(o), _ttft(o), _change(o, current)))
     best = max(_throughput(o) for o in options)
-    fast = [o for o in options if _throughput(o) >= THROUGHPUT_KEPT_RATIO * best]
+    fast = [o for o in options if _throughput(o) >= kept_ratio * best]
     if objective == "latency":
         return min(fast, key=lambda o: (_ttft(o), _change(o, current)))
     return min(fast, key=lambda o: (o.result.preemptions, _ttft(o), _change(o, current)))

@@ -10,7 +10,7 @@ from kvwatch import checks
 from kvwatch.analytic import estimate
 from kvwatch.capacity import Capacity, EngineFacts, contradicted_max_model_len, live_capacity
 from kvwatch.checks import metrics_missing
-from kvwatch.checks.check import EngineView, Fleet
+from kvwatch.checks.check import EngineView, Fleet, engine_view
 from kvwatch.errors import NoData
 from kvwatch.finding import Finding, Status, Verdict, worst
 from kvwatch.proposal import Proposals, Recommendation, SettingOption, SimulationBasis, Withheld
@@ -198,8 +198,7 @@ def engine_report(
     proposer: Proposer = estimate,
     fleet: Fleet | None = None,
 ) -> EngineReport:
-    capacity = live_capacity(window.latest.cache_config, facts)
-    view = EngineView(window=window, capacity=capacity, facts=facts, fleet=fleet or Fleet())
+    view = engine_view(window, facts, fleet=fleet)
     findings = checks.evaluate_all(view, limits)
     proposals = proposer(view, findings, limits)
     inferred = window.latest.vllm_version_at_least

@@ -14,6 +14,8 @@ from kvwatch.what_if import SEEDS, Outcome, Trial, Tried, best_in_flight, best_s
 from kvwatch.window import Window
 from kvwatch.workload import OfferedLoad, offered_load
 
+# The error of the throughput relative to now, simulated from pages alone: docs/simulator.md, root mean square.
+_THROUGHPUT_ERROR = 0.01
 _UNIT_SECONDS = 0.02  # a step, where neither steps nor time between tokens are exposed: it only paces open loops
 
 
@@ -65,12 +67,14 @@ def trial_of(view: EngineView, load: OfferedLoad) -> tuple[Trial, CostFit | None
         draws=tuple(load.requests(seed) for seed in SEEDS),
         clients=load.clients,
         version=engine_version(view.facts.vllm_version, window.latest.vllm_version_at_least),
+        throughput_error=_THROUGHPUT_ERROR,
     )
     now = run(trial, load.settings, None, draws=(0,)).runs[0]
     fit = fit_cost(
         window,
         pool_tokens=load.settings.pool_tokens,
         tokens_per_preemption=now.recomputed_tokens / now.preemptions if now.preemptions else 0.0,
+        read_again=load.read_again,
     )
     if fit is None:
         return trial, None

@@ -26,7 +26,7 @@ WATERMARKS = (0.0, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2)
 _FEW_WATERMARKS = (0.0, 0.02, 0.05, 0.1, 0.2)
 _MANY_REQUESTS = 500  # above it a simulation takes long enough to try fewer settings
 _FINALISTS = 14
-_FAST_ENOUGH_RATIO = THROUGHPUT_KEPT_RATIO - 0.01  # on one draw only, so with a margin
+_ONE_DRAW_ERROR = 0.01  # what is simulated on one draw only gets a margin
 _IDLE_RATIO, _CALM_SHARE = 0.94, 0.05
 _RELIEF_RATIO, RELIEF_THROUGHPUT_RATIO = 0.1, 0.90
 # Settings whose preemptions exceed those of the best by no more than this are as good: luck moves counts by that much.
@@ -39,6 +39,9 @@ class Trial:
 
     Without `may_loosen` no cap above the present one and no watermark below it is tried. With it, nothing is chosen
     that is not calm, unless the present settings preempt as often: it would have to be taken back.
+
+    `throughput_error` is by how much the relative throughput of two settings may be simulated wrongly, the draws not
+    being the true requests. So much less still counts as fast.
     """
 
     settings: SchedulerSettings
@@ -47,6 +50,12 @@ class Trial:
     clients: int | None
     version: Version | None
     may_loosen: bool = True
+    throughput_error: float = 0.0
+
+    @property
+    def kept_ratio(self) -> float:
+        """The share of the best throughput, as simulated, that is enough."""
+        return THROUGHPUT_KEPT_RATIO - self.throughput_error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -309,7 +318,8 @@ class _Search:
             Option(settings=one.settings, result=replace(one.pooled, output_tokens_per_second=self._speed(one)))
             for one in tried
         ]
-        chosen = choose(options, objective or self._objective, self._trial.settings)
+        wanted = objective or self._objective
+        chosen = choose(options, wanted, self._trial.settings, kept_ratio=self._trial.kept_ratio)
         return tried[next(number for number, option in enumerate(options) if option is chosen)]
 
     def _simplest(self, best: Tried) -> Tried:
@@ -334,7 +344,8 @@ class _Search:
         if len(first) <= _FINALISTS:
             return list(first)
         fastest = max(tried.output_tokens_per_second for tried in first.values())
-        fast = [key for key in first if first[key].output_tokens_per_second >= _FAST_ENOUGH_RATIO * fastest]
+        enough = (self._trial.kept_ratio - _ONE_DRAW_ERROR) * fastest
+        fast = [key for key in first if first[key].output_tokens_per_second >= enough]
         fast.sort(key=lambda key: (first[key].preemptions, -first[key].output_tokens_per_second))
         by_speed = sorted(first, key=lambda key: -first[key].output_tokens_per_second)
         now = self._trial.settings
@@ -353,7 +364,7 @@ class _Search:
             return late is not None and early is not None and late <= 1.1 * early
         fastest = max(self._speed(one) for one in self._allowed(self._full.values()))
         calm = ours.preemptions <= ratio * best.preemptions + preemptions
-        return calm and self._speed(ours) >= THROUGHPUT_KEPT_RATIO * fastest
+        return calm and self._speed(ours) >= self._trial.kept_ratio * fastest
 
 
 def _neighbours(values: Sequence[_Number], value: _Number) -> list[_Number]:

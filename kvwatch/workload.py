@@ -48,7 +48,7 @@ from kvwatch.window import Window
 LEAST_REQUESTS, MOST_REQUESTS = 200, 1200
 _ROUNDS = 8  # requests per client in a simulated closed loop
 _STEADY_REQUESTS, _STEADY_SHARE = 2.0, 0.10  # in-flight counts that differ by no more are one number of clients
-_LARGEST_CORRELATION = 0.95
+_LARGEST_CORRELATION = 0.999
 _CORRELATION_NOISE = 0.3  # what unrelated lengths are estimated at by chance, over some hundred requests
 _LARGEST_CORRECTION = 1.25
 _TELLING_RATIO = 0.2
@@ -86,6 +86,12 @@ class OfferedLoad:
         """How many requests represent the load."""
         wanted = _ROUNDS * self.clients if self.clients else sum(span.requests for span in self.arrivals)
         return min(MOST_REQUESTS, max(LEAST_REQUESTS, wanted))
+
+    def read_again(self, running: float) -> float:
+        """Tokens of shared prefixes that so many running requests read beyond those that the pool holds."""
+        if not self.prefixes:
+            return 0.0
+        return self.prefix_tokens * max(0.0, running - _distinct(self.prefixes, running))
 
     def requests(self, seed: int, count: int | None = None) -> tuple[Request, ...]:
         """`count` requests drawn from the load; the same seed gives the same ones."""
@@ -371,6 +377,11 @@ def _prefixes(
         return 1
     most = max(1, LEAST_REQUESTS // 8)
     for prefixes in range(1, most):
-        if prefixes * (1 - (1 - 1 / prefixes) ** running) >= distinct:
+        if _distinct(prefixes, running) >= distinct:
             return prefixes
     return most
+
+
+def _distinct(prefixes: int, running: float) -> float:
+    """How many of the prefixes so many requests have between them, on average."""
+    return prefixes * (1.0 - math.pow(1.0 - 1.0 / prefixes, running))

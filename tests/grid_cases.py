@@ -3,7 +3,7 @@
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from kvwatch.objective import Option, choose
 from kvwatch.simulation import CostModel, Request, SchedulerSettings, SimulationResult
@@ -138,12 +138,15 @@ def _case(
     block_size: int = 16,
     cost: CostModel = GPU,
     seats: int = 256,
+    series: int = 1,
 ) -> GridCase:
-    """A pool of `pool` times what all clients' requests hold at their end."""
+    """A pool of `pool` times what all clients' requests hold at their end; each series has other random numbers."""
     name = f"{shape}, {arrivals}, pool {pool:g} x demand"
     if arrivals != "closed":
         name += f", load {load:g}"
-    rng = random.Random(name)
+    rng = random.Random(name if series == 1 else f"{name}/{series}")
+    if cost is CPU:
+        name += ", on a CPU"
     requests = tuple(SHAPES[shape](rng) for _ in range(count))
     ends = [-(-(r.prompt_tokens + r.output_tokens) // block_size) for r in requests]
     shared = max(r.prefix_tokens for r in requests) // block_size
@@ -175,28 +178,34 @@ def _arriving(requests: tuple[Request, ...], rate: float, rng: random.Random, *,
     return tuple(timed)
 
 
-CASES: tuple[GridCase, ...] = (
-    *(_case("steady", pool) for pool in (0.5, 0.7, 1.0, 1.5)),
-    _case("steady", 0.6, block_size=128, cost=CPU),
-    _case("steady", 0.5, arrivals="poisson", load=0.9),
-    _case("steady", 0.5, arrivals="poisson", load=1.2),
-    _case("steady", 0.6, arrivals="bursty", load=1.0),
-    *(_case("chat", pool) for pool in (0.5, 0.8, 2.0)),
-    _case("chat", 0.5, arrivals="poisson", load=1.1),
-    _case("chat", 0.6, arrivals="bursty", load=1.0),
-    *(_case("heavy tail", pool) for pool in (0.5, 0.7, 1.0)),
-    _case("heavy tail", 0.6, arrivals="poisson", load=1.1),
-    _case("heavy tail", 0.7, arrivals="bursty", load=0.9),
-    *(_case("reasoning", pool) for pool in (0.5, 0.7, 1.0)),
-    _case("reasoning", 0.5, arrivals="poisson", load=1.1),
-    _case("reasoning", 0.5, cost=CPU, block_size=128),
-    *(_case("mixed", pool) for pool in (0.5, 0.8, 1.2)),
-    _case("mixed", 0.6, arrivals="poisson", load=1.1),
-    _case("mixed", 0.6, arrivals="bursty", load=1.0),
-    *(_case("opposites", pool) for pool in (0.5, 0.8)),
-    _case("opposites", 0.6, arrivals="poisson", load=1.1),
-    *(_case("one prefix", pool) for pool in (0.5, 0.8)),
-    _case("one prefix", 0.6, arrivals="poisson", load=1.1),
-    *(_case("six prefixes", pool) for pool in (0.5, 0.8)),
-    _case("six prefixes", 0.6, arrivals="bursty", load=1.0),
-)
+def cases(series: int = 1) -> tuple[GridCase, ...]:
+    """The 37 workloads, drawn with the random numbers of this series."""
+    case = partial(_case, series=series)
+    return (
+        *(case("steady", pool) for pool in (0.5, 0.7, 1.0, 1.5)),
+        case("steady", 0.6, block_size=128, cost=CPU),
+        case("steady", 0.5, arrivals="poisson", load=0.9),
+        case("steady", 0.5, arrivals="poisson", load=1.2),
+        case("steady", 0.6, arrivals="bursty", load=1.0),
+        *(case("chat", pool) for pool in (0.5, 0.8, 2.0)),
+        case("chat", 0.5, arrivals="poisson", load=1.1),
+        case("chat", 0.6, arrivals="bursty", load=1.0),
+        *(case("heavy tail", pool) for pool in (0.5, 0.7, 1.0)),
+        case("heavy tail", 0.6, arrivals="poisson", load=1.1),
+        case("heavy tail", 0.7, arrivals="bursty", load=0.9),
+        *(case("reasoning", pool) for pool in (0.5, 0.7, 1.0)),
+        case("reasoning", 0.5, arrivals="poisson", load=1.1),
+        case("reasoning", 0.5, cost=CPU, block_size=128),
+        *(case("mixed", pool) for pool in (0.5, 0.8, 1.2)),
+        case("mixed", 0.6, arrivals="poisson", load=1.1),
+        case("mixed", 0.6, arrivals="bursty", load=1.0),
+        *(case("opposites", pool) for pool in (0.5, 0.8)),
+        case("opposites", 0.6, arrivals="poisson", load=1.1),
+        *(case("one prefix", pool) for pool in (0.5, 0.8)),
+        case("one prefix", 0.6, arrivals="poisson", load=1.1),
+        *(case("six prefixes", pool) for pool in (0.5, 0.8)),
+        case("six prefixes", 0.6, arrivals="bursty", load=1.0),
+    )
+
+
+CASES = cases()

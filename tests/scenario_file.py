@@ -30,8 +30,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvwatch import checks
 from kvwatch.budget import Budget, predict
-from kvwatch.capacity import EngineFacts, live_capacity
-from kvwatch.checks.check import Check, EngineView, Fleet
+from kvwatch.capacity import EngineFacts
+from kvwatch.checks.check import Check, Fleet, engine_view
 from kvwatch.engine import EngineConfig
 from kvwatch.errors import ExpositionError
 from kvwatch.exposition import read_samples
@@ -148,10 +148,8 @@ def findings(scenario: Scenario, limits: Thresholds = DEFAULTS) -> dict[EngineKe
     recent = [window.last(scenario.window_seconds or limits.alert_range_seconds) for window in windows(_seen(scenario))]
     judged = {}
     for window in recent:
-        capacity = live_capacity(window.latest.cache_config, scenario.facts)
         fleet = Fleet(other for other in recent if other.key.model_name == window.key.model_name)
-        view = EngineView(window=window, capacity=capacity, facts=scenario.facts, fleet=fleet)
-        judged[window.key] = checks.evaluate_all(view, limits)
+        judged[window.key] = checks.evaluate_all(engine_view(window, scenario.facts, fleet=fleet), limits)
     return judged
 
 

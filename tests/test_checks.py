@@ -12,8 +12,8 @@ from pages import EXPOSITION, capture, engine_page, read, window_of
 
 from kvwatch import checks
 from kvwatch import vllm_metrics as vm
-from kvwatch.capacity import EngineFacts, live_capacity
-from kvwatch.checks.check import EngineView
+from kvwatch.capacity import EngineFacts
+from kvwatch.checks.check import engine_view
 from kvwatch.errors import ExpositionError
 from kvwatch.finding import Finding, Status
 from kvwatch.thresholds import DEFAULTS
@@ -24,7 +24,7 @@ NOTHING = EngineFacts()
 
 
 def judged(window: Window, facts: EngineFacts = NOTHING) -> dict[str, Finding]:
-    view = EngineView(window=window, capacity=live_capacity(window.latest.cache_config, facts), facts=facts)
+    view = engine_view(window, facts)
     return {finding.check: finding for finding in checks.evaluate_all(view, DEFAULTS)}
 
 

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvwatch.budget import predict
-from kvwatch.capacity import EngineFacts, live_capacity
-from kvwatch.checks.check import EngineView
+from kvwatch.capacity import EngineFacts
+from kvwatch.checks.check import EngineView, engine_view
 from kvwatch.engine import EngineConfig
 from kvwatch.errors import NoData
 from kvwatch.lengths import length_curve
@@ -31,8 +31,7 @@ COST = CostModel(step_seconds=0.02, per_token_seconds=6e-5)
 
 
 def view_of(window: Window, **facts: object) -> EngineView:
-    known = EngineFacts(**facts)  # type: ignore[arg-type]
-    return EngineView(window=window, capacity=live_capacity(window.latest.cache_config, known), facts=known)
+    return engine_view(window, EngineFacts(**facts))  # type: ignore[arg-type]
 
 
 def capture(name: str) -> Window:

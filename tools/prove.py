@@ -30,8 +30,8 @@ sys.path[:0] = [str(Path(__file__).parent.parent / "tests"), str(Path(__file__).
 from load import Load, Traffic  # noqa: E402 -- the path must be set first
 from vllm_server import vllm_server  # noqa: E402
 
-from kvwatch.capacity import EngineFacts, live_capacity  # noqa: E402
-from kvwatch.checks.check import EngineView  # noqa: E402
+from kvwatch.capacity import EngineFacts  # noqa: E402
+from kvwatch.checks.check import engine_view  # noqa: E402
 from kvwatch.errors import KvwatchError  # noqa: E402
 from kvwatch.simulator import simulate  # noqa: E402
 from kvwatch.snapshot import Snapshot  # noqa: E402
@@ -214,8 +214,7 @@ def flags_of(report: Mapping[str, Any]) -> dict[str, float]:
 def predict(capture: Path, settings: Mapping[str, float]) -> Prediction:
     """So many requests drawn from the load that the pages show, through the simulator under these settings."""
     window = window_in(capture)
-    facts = EngineFacts()
-    view = EngineView(window=window, capacity=live_capacity(window.latest.cache_config, facts), facts=facts)
+    view = engine_view(window, EngineFacts())
     load = offered_load(view)
     trial, _ = trial_of(view, load)
     tried = with_seqs(trial.settings, int(settings["max_num_seqs"]), settings["watermark"])

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from kvwatch.capacity import Capacity, EngineFacts
+from kvwatch.capacity import Capacity, EngineFacts, live_capacity
 from kvwatch.errors import NoData
 from kvwatch.finding import Finding, Status, Verdict, alert_name
 from kvwatch.thresholds import Thresholds
@@ -47,6 +47,12 @@ class EngineView:
     capacity: Capacity
     facts: EngineFacts
     fleet: Fleet = field(default_factory=Fleet)
+
+
+def engine_view(window: Window, facts: EngineFacts, *, fleet: Fleet | None = None) -> EngineView:
+    """The window with the capacity that its latest page and the facts tell."""
+    capacity = live_capacity(window.latest.cache_config, facts)
+    return EngineView(window=window, capacity=capacity, facts=facts, fleet=fleet or Fleet())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

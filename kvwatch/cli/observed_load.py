@@ -7,8 +7,7 @@ from typing import Any
 
 import click
 
-from kvwatch.capacity import live_capacity
-from kvwatch.checks.check import EngineView
+from kvwatch.checks.check import EngineView, engine_view
 from kvwatch.cli.engine_flags import engine_facts, given
 from kvwatch.cli.judge import read_sources
 from kvwatch.errors import NoData, SettingError
@@ -49,7 +48,7 @@ def observed_load(
     made = windows(found.snapshots)
     window = chosen_window(made, source, engine=engine, model_name=model_name)
     facts = engine_facts(made, found.facts, known)[window.key.target]
-    view = EngineView(window=window, capacity=live_capacity(window.latest.cache_config, facts), facts=facts)
+    view = engine_view(window, facts)
     shown = "stdin" if source == "-" else source
     where = "" if window.key.target in shown else f", {window.key.target}"
     name = f"{shown}{where}, {window.key}"
