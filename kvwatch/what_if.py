@@ -5,7 +5,8 @@ of luck. The search is wide on the first draw and narrow on the others:
 
 1. caps of running requests, from what the pool holds at the end of every request to what runs now, and watermarks, one
    by one and then together, without those that alone leave the engine idle;
-2. the best of these, and the present settings, on the other draws;
+2. of these, on the other draws too, the present settings, those that stand out, and the calmest, one after the other,
+   until enough of them prove fast: the first draw alone may be a lucky one;
 3. the neighbours of the best, where the caps were not tried one by one.
 """
 
@@ -25,7 +26,9 @@ SEEDS = (0, 1, 2, 3, 4)
 WATERMARKS = (0.0, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2)
 _FEW_WATERMARKS = (0.0, 0.02, 0.05, 0.1, 0.2)
 _MANY_REQUESTS = 500  # above it a simulation takes long enough to try fewer settings
-_FINALISTS = 14
+_FINALISTS = 14  # so many are tried on every draw
+# Of more, the calmest on the first draw, until so many turn out fast on all.
+_FAST_FINALISTS, _MOST_FINALISTS = 6, 30
 _ONE_DRAW_ERROR = 0.01  # what is simulated on one draw only gets a margin
 _IDLE_RATIO, _CALM_SHARE = 0.94, 0.05
 _RELIEF_RATIO, RELIEF_THROUGHPUT_RATIO = 0.1, 0.90
@@ -268,9 +271,19 @@ class _Search:
         """Try all on the first draw, and the promising ones on the others."""
         drafts = {key: self._first_draw(key) for key in asked if key not in self._full}
         first = {key: draft for key, draft in drafts.items() if self._allowed((draft,))}
-        for key in self._promising(first):
-            rest = run(self._trial, *key, draws=range(1, len(self._trial.draws)))
-            self._full[key] = replace(first[key], runs=(*first[key].runs, *rest.runs))
+        if not first:
+            return
+        if len(first) <= _FINALISTS:
+            for key in first:
+                self._complete(key, first)
+            return
+        for key in self._outstanding(first):
+            self._complete(key, first)
+        found = 0
+        for key in self._calm_first(first)[:_MOST_FINALISTS]:
+            found += self._is_fast(self._complete(key, first))
+            if found == _FAST_FINALISTS:
+                break
 
     def refine(self, caps: Sequence[int], watermarks: Sequence[float]) -> None:
         """Try the values halfway between the best ones and their neighbours."""
@@ -339,14 +352,15 @@ class _Search:
                 return simpler
         return best
 
-    def _promising(self, first: dict[_Key, Tried]) -> list[_Key]:
-        """Of those fast enough the calmest, the fastest, and the best that changes one setting only."""
-        if len(first) <= _FINALISTS:
-            return list(first)
-        fastest = max(tried.output_tokens_per_second for tried in first.values())
-        enough = (self._trial.kept_ratio - _ONE_DRAW_ERROR) * fastest
-        fast = [key for key in first if first[key].output_tokens_per_second >= enough]
-        fast.sort(key=lambda key: (first[key].preemptions, -first[key].output_tokens_per_second))
+    def _complete(self, key: _Key, first: dict[_Key, Tried]) -> Tried:
+        """The setting on all draws."""
+        if key not in self._full:
+            rest = run(self._trial, *key, draws=range(1, len(self._trial.draws)))
+            self._full[key] = replace(first[key], runs=(*first[key].runs, *rest.runs))
+        return self._full[key]
+
+    def _outstanding(self, first: dict[_Key, Tried]) -> list[_Key]:
+        """Of the settings tried on the first draw the fastest, the calmest, and the best that changes one only."""
         by_speed = sorted(first, key=lambda key: -first[key].output_tokens_per_second)
         now = self._trial.settings
         families = (
@@ -355,16 +369,25 @@ class _Search:
         )
         winners = [self._chosen(family) for family in families if family]
         winners.append(self._chosen(list(first.values()), "stability"))
-        keys = [*fast[: _FINALISTS - 5], *by_speed[:2], *((one.settings, one.in_flight) for one in winners)]
-        return list(dict.fromkeys(key for key in keys if key in first))
+        keys = [*by_speed[:2], *((one.settings, one.in_flight) for one in winners)]
+        return [key for key in dict.fromkeys(keys) if key in first]
+
+    def _calm_first(self, first: dict[_Key, Tried]) -> list[_Key]:
+        """Those that may be fast enough, by their preemptions on the first draw."""
+        fastest = max(tried.output_tokens_per_second for tried in first.values())
+        enough = (self._trial.kept_ratio - _ONE_DRAW_ERROR) * fastest
+        fast = [key for key in first if first[key].output_tokens_per_second >= enough]
+        return sorted(fast, key=lambda key: (first[key].preemptions, -first[key].output_tokens_per_second))
+
+    def _is_fast(self, tried: Tried) -> bool:
+        fastest = max(self._speed(one) for one in self._allowed(self._full.values()))
+        return self._speed(tried) >= self._trial.kept_ratio * fastest
 
     def _is_as_good(self, ours: Tried, best: Tried, *, ratio: float, preemptions: float) -> bool:
         if self._objective == "latency":
             late, early = ours.pooled.ttft_p99_seconds, best.pooled.ttft_p99_seconds
             return late is not None and early is not None and late <= 1.1 * early
-        fastest = max(self._speed(one) for one in self._allowed(self._full.values()))
-        calm = ours.preemptions <= ratio * best.preemptions + preemptions
-        return calm and self._speed(ours) >= self._trial.kept_ratio * fastest
+        return ours.preemptions <= ratio * best.preemptions + preemptions and self._is_fast(ours)
 
 
 def _neighbours(values: Sequence[_Number], value: _Number) -> list[_Number]:
