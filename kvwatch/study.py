@@ -10,7 +10,7 @@ from kvwatch.objective import Objective
 from kvwatch.proposal import SettingOption
 from kvwatch.versions import engine_version
 from kvwatch.vllm_metrics import INTER_TOKEN_LATENCY, PREEMPTIONS, REQUEST_SUCCESS
-from kvwatch.what_if import SEEDS, Outcome, Trial, Tried, best_in_flight, best_settings, mean_of, run
+from kvwatch.what_if import Outcome, Trial, Tried, best_in_flight, best_settings, mean_of, run, seeds_for
 from kvwatch.window import Window
 from kvwatch.workload import OfferedLoad, offered_load
 
@@ -64,7 +64,7 @@ def trial_of(view: EngineView, load: OfferedLoad) -> tuple[Trial, CostFit | None
     trial = Trial(
         settings=load.settings,
         cost=paced,
-        draws=tuple(load.requests(seed) for seed in SEEDS),
+        draws=tuple(load.requests(seed) for seed in seeds_for(load.typical_count)),
         clients=load.clients,
         version=engine_version(view.facts.vllm_version, window.latest.vllm_version_at_least),
         throughput_error=_THROUGHPUT_ERROR,

@@ -1,7 +1,7 @@
 """Simulate an engine's load under other settings: what each would do, and which serves an objective best.
 
-All settings are tried on the same drawn requests, five draws (seeds) of them, so that their differences are not those
-of luck. The search is wide on the first draw and narrow on the others:
+All settings are tried on the same drawn requests, five draws (seeds) of them, three of large ones, so that their
+differences are not those of luck. The search is wide on the first draw and narrow on the others:
 
 1. caps of running requests, from what the pool holds at the end of every request to what runs now, and watermarks, one
    by one and then together, without those that alone leave the engine idle;
@@ -22,10 +22,11 @@ from kvwatch.simulation import CostModel, Request, SchedulerSettings, Simulation
 from kvwatch.simulator import simulate
 from kvwatch.versions import Version
 
-SEEDS = (0, 1, 2, 3, 4)
+SEEDS, FEW_SEEDS = (0, 1, 2, 3, 4), (0, 1, 2)
 WATERMARKS = (0.0, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2)
 _FEW_WATERMARKS = (0.0, 0.02, 0.05, 0.1, 0.2)
-_MANY_REQUESTS = 500  # above it a simulation takes long enough to try fewer settings
+# Above it a simulation takes long enough to try fewer settings, on fewer draws, which differ less.
+_MANY_REQUESTS = 500
 _FINALISTS = 14  # so many are tried on every draw
 # Of more, the calmest on the first draw, until so many turn out fast on all.
 _FAST_FINALISTS, _MOST_FINALISTS = 6, 30
@@ -115,6 +116,11 @@ def mean_of(values: Iterable[float | None]) -> float | None:
     """The mean of those there are; None without any."""
     known = [value for value in values if value is not None]
     return math.fsum(known) / len(known) if known else None
+
+
+def seeds_for(requests: int) -> tuple[int, ...]:
+    """The draws of a load that so many requests represent."""
+    return SEEDS if requests <= _MANY_REQUESTS else FEW_SEEDS
 
 
 def best_settings(trial: Trial, objective: Objective = "balanced") -> Outcome:
@@ -259,8 +265,12 @@ class _Search:
 
     def _allowed(self, tried: Iterable[Tried]) -> list[Tried]:
         """Those that may be chosen; the present settings always may."""
-        most = max(CALM_PREEMPTIONS_PER_REQUEST, self._now.preemptions_per_request)
-        return [one for one in tried if not self._trial.may_loosen or one.preemptions_per_request <= most]
+        return [one for one in tried if not self._trial.may_loosen or self._is_calm(one)]
+
+    def _is_calm(self, tried: Tried) -> bool:
+        """Calm, or no more preempting than the present settings on the same draws."""
+        now = replace(self._now, runs=self._now.runs[: len(tried.runs)])
+        return tried.preemptions_per_request <= max(CALM_PREEMPTIONS_PER_REQUEST, now.preemptions_per_request)
 
     def _first_draw(self, key: _Key) -> Tried:
         if key not in self._drafts:
@@ -373,11 +383,19 @@ class _Search:
         return [key for key in dict.fromkeys(keys) if key in first]
 
     def _calm_first(self, first: dict[_Key, Tried]) -> list[_Key]:
-        """Those that may be fast enough, by their preemptions on the first draw."""
+        """Those that may be fast enough, by their preemptions on the first draw; of those that do the same, one.
+
+        A cap that is never reached does the same as none, which is the smaller change.
+        """
         fastest = max(tried.output_tokens_per_second for tried in first.values())
         enough = (self._trial.kept_ratio - _ONE_DRAW_ERROR) * fastest
         fast = [key for key in first if first[key].output_tokens_per_second >= enough]
-        return sorted(fast, key=lambda key: (first[key].preemptions, -first[key].output_tokens_per_second))
+        now = self._trial.settings.max_num_seqs
+        fast.sort(key=lambda key: abs(key[0].max_num_seqs - now))
+        distinct: dict[tuple[float, float], _Key] = {}
+        for key in fast:
+            distinct.setdefault((first[key].preemptions, -first[key].output_tokens_per_second), key)
+        return [key for _, key in sorted(distinct.items(), key=lambda item: item[0])]
 
     def _is_fast(self, tried: Tried) -> bool:
         fastest = max(self._speed(one) for one in self._allowed(self._full.values()))

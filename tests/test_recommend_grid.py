@@ -21,7 +21,8 @@ from kvwatch.what_if import best_settings
 
 pytestmark = pytest.mark.slow
 Each = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-MISSES_ALLOWED = 2  # docs/simulator.md shows which, and why
+# An engine with 4 preemptions in 260 requests counts as fine, so nothing is proposed; 3 would be as good as the best.
+FINE_AND_NOT_PERFECT = ["opposites, poisson, pool 0.6 x demand, load 1.1"]
 
 
 def chosen_from_truth(case: GridCase) -> SimulationResult:
@@ -64,13 +65,13 @@ def test_no_choice_from_pages_alone_makes_things_worse(case: GridCase) -> None:
     assert result.preemptions <= max(3, 0.35 * truth.now.preemptions) or result.preemptions == truth.now.preemptions
 
 
-def test_nearly_every_choice_from_pages_alone_is_as_good_as_the_best() -> None:
+def test_every_choice_from_pages_alone_for_an_engine_in_trouble_is_as_good_as_the_best() -> None:
     missed = [
         case.name
         for case in CASES
         if not is_good(truth_of(case), case.play(chosen_from_pages(case)), kept=0.94, ratio=1.5, preemptions=3)
     ]
-    assert len(missed) <= MISSES_ALLOWED, missed
+    assert missed == FINE_AND_NOT_PERFECT
 
 
 @pytest.mark.real

@@ -87,7 +87,8 @@ def test_the_simulation_reproduces_what_was_seen() -> None:
 
 def test_what_works_now_comes_before_flags() -> None:
     engine = asked(capture("thrash"))
-    assert [made.apply for made in engine.recommendations] == ["now", "restart", "restart"]
+    now, *later = [made.apply for made in engine.recommendations]
+    assert (now, set(later)) == ("now", {"restart"})
     assert engine.recommendations[0].setting == "gateway_max_in_flight"
     assert engine.recommendations[0].current == 28
 

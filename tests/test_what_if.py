@@ -4,7 +4,7 @@ import random
 
 import pytest
 from fake_engine import FakeEngine
-from grid_cases import cases
+from grid_cases import GPU, SHAPES, cases
 
 from kvwatch.capacity import EngineFacts
 from kvwatch.checks.check import engine_view
@@ -51,3 +51,22 @@ def test_settings_that_are_fast_on_the_first_draw_only_do_not_crowd_out_the_othe
     found = best_settings(trial)
     assert found.now.preemptions > 140
     assert found.best.preemptions < 25
+
+
+def heavy_tailed(seed: int) -> tuple[Request, ...]:
+    rng = random.Random(seed)
+    return tuple(SHAPES["heavy tail"](rng) for _ in range(200))
+
+
+def test_the_present_settings_are_never_ruled_out_where_the_first_draw_is_the_worse_one() -> None:
+    """No watermark in this release, every cap to try is the present one or higher, and preempts on the first draw."""
+    trial = Trial(
+        settings=SchedulerSettings(num_gpu_blocks=532, block_size=16, max_model_len=8192, max_num_seqs=4),
+        cost=GPU,
+        draws=(heavy_tailed(0), heavy_tailed(3)),
+        clients=40,
+        version=(0, 20, 0),
+    )
+    found = best_settings(trial)
+    assert [run.preemptions for run in found.now.runs] == [22, 8]
+    assert found.best is found.now
