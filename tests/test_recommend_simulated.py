@@ -387,6 +387,6 @@ def test_the_table_fits_eighty_columns(name: str) -> None:
 
 
 def test_flags_that_belong_together_are_one_entry() -> None:
-    text = report_text(judged(capture("thrash")), width=100, recommendations_first=True)
-    changes = proposed(asked(capture("thrash")))
+    text = report_text(judged(played()), width=100, recommendations_first=True)
+    changes = proposed(asked(played()))
     assert f"--max-num-seqs {changes['max_num_seqs']} --watermark {changes['watermark']}\n" in text
