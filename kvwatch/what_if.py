@@ -238,7 +238,8 @@ class _Search:
         self._objective: Objective = objective
         self._now = run(trial, trial.settings, None, range(len(trial.draws)))
         self._full: dict[_Key, Tried] = {(trial.settings, None): self._now}
-        self._drafts: dict[_Key, Tried] = {}  # on the first draw only
+        # on the first draw only
+        self._drafts: dict[_Key, Tried] = {(trial.settings, None): replace(self._now, runs=self._now.runs[:1])}
 
     def without_idle(
         self, caps: Sequence[int], watermarks: Sequence[float]
@@ -285,13 +286,13 @@ class _Search:
             return
         if len(first) <= _FINALISTS:
             for key in first:
-                self._complete(key, first)
+                self._complete(key)
             return
         for key in self._outstanding(first):
-            self._complete(key, first)
+            self._complete(key)
         found = 0
         for key in self._calm_first(first)[:_MOST_FINALISTS]:
-            found += self._is_fast(self._complete(key, first))
+            found += self._is_fast(self._complete(key))
             if found == _FAST_FINALISTS:
                 break
 
@@ -362,11 +363,12 @@ class _Search:
                 return simpler
         return best
 
-    def _complete(self, key: _Key, first: dict[_Key, Tried]) -> Tried:
+    def _complete(self, key: _Key) -> Tried:
         """The setting on all draws."""
         if key not in self._full:
+            first = self._first_draw(key)
             rest = run(self._trial, *key, draws=range(1, len(self._trial.draws)))
-            self._full[key] = replace(first[key], runs=(*first[key].runs, *rest.runs))
+            self._full[key] = replace(first, runs=(*first.runs, *rest.runs))
         return self._full[key]
 
     def _outstanding(self, first: dict[_Key, Tried]) -> list[_Key]:
