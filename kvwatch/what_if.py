@@ -250,16 +250,16 @@ class _Search:
         """
         if self._objective == "stability":
             return tuple(caps), tuple(watermarks)
-        now = self._trial.settings
+        now, present = self._trial.settings, self._first_draw((self._trial.settings, None))
         by_cap = {cap: self._first_draw((with_seqs(now, cap, now.watermark), None)) for cap in caps}
         by_share = {share: self._first_draw((with_seqs(now, now.max_num_seqs, share), None)) for share in watermarks}
         # on this draw only: another may be faster under any settings
-        tried = self._allowed((*by_cap.values(), *by_share.values(), self._first_draw((now, None))))
+        tried = self._allowed((*by_cap.values(), *by_share.values(), present))
         fastest = max(one.output_tokens_per_second for one in tried)
 
         def is_idle(one: Tried) -> bool:
             slow = one.output_tokens_per_second < _IDLE_RATIO * fastest
-            return slow and one.preemptions <= _CALM_SHARE * self._now.preemptions
+            return slow and one.preemptions <= _CALM_SHARE * present.preemptions
 
         kept = tuple(share for share, one in by_share.items() if share == now.watermark or not is_idle(one))
         return tuple(cap for cap, one in by_cap.items() if not is_idle(one)), kept

@@ -74,6 +74,10 @@ class Load:
         for thread in self._threads:
             thread.join()
 
+    def is_done(self) -> bool:
+        """Whether every client has its answers, or has failed."""
+        return not any(thread.is_alive() for thread in self._threads)
+
     def stop(self) -> None:
         """Hang up. vLLM aborts the requests in flight, as it does when users close their browsers."""
         self._stopping.set()

@@ -46,8 +46,8 @@ PATIENCE_SECONDS = 900.0
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The base address of a vLLM server with a small pool."""
-    with vllm_server(tmp_path_factory.mktemp("vllm") / "vllm.log", *POOL) as address:
-        yield address
+    with vllm_server(tmp_path_factory.mktemp("vllm") / "vllm.log", *POOL) as server:
+        yield server.address
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from kvwatch.capacity import EngineFacts
 from kvwatch.checks.check import engine_view
 from kvwatch.simulation import CostModel, Request, SchedulerSettings
 from kvwatch.study import trial_of
-from kvwatch.what_if import Trial, best_settings
+from kvwatch.what_if import WATERMARKS, Trial, _Search, best_settings
 from kvwatch.workload import offered_load
 
 
@@ -51,6 +51,22 @@ def test_settings_that_are_fast_on_the_first_draw_only_do_not_crowd_out_the_othe
     found = best_settings(trial)
     assert found.now.preemptions > 140
     assert found.best.preemptions < 25
+
+
+@pytest.mark.parametrize("others", [(), (LONG,), (SHORT,)], ids=["one draw", "a worse one", "a better one"])
+def test_what_leaves_the_engine_idle_is_judged_on_one_draw_whatever_the_others_are(
+    others: tuple[tuple[Request, ...], ...],
+) -> None:
+    trial = Trial(
+        settings=SchedulerSettings(num_gpu_blocks=1000, block_size=16, max_model_len=8192, max_num_seqs=256),
+        cost=GPU,
+        draws=(drawn(3, (100, 400)), *others),
+        clients=28,
+        version=(0, 32, 0),
+    )
+    caps, watermarks = _Search(trial, "balanced").without_idle(tuple(range(4, 29)), WATERMARKS)
+    assert caps == (25, 26, 27, 28)
+    assert watermarks == WATERMARKS[:-2]
 
 
 def heavy_tailed(seed: int) -> tuple[Request, ...]:

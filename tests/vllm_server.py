@@ -7,12 +7,21 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from parts import answers, free_port, missing
 
 TOOLS = Path(__file__).parent.parent / "tools"
 START_SECONDS = 900  # 25 s on two idle cores
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Server:
+    """Its base address, and the group of its processes."""
+
+    address: str
+    group: int
 
 
 def vllm_python() -> str:
@@ -25,8 +34,8 @@ def vllm_python() -> str:
 
 
 @contextlib.contextmanager
-def vllm_server(log: Path, *flags: str) -> Iterator[str]:
-    """Serve the tiny model with these `vllm serve` flags until the block ends; gives the base address."""
+def vllm_server(log: Path, *flags: str) -> Iterator[Server]:
+    """Serve the tiny model with these `vllm serve` flags until the block ends."""
     vllm_python()
     port = free_port()
     command = [str(TOOLS / "serve_vllm.sh"), str(port), *flags]
@@ -37,7 +46,7 @@ def vllm_server(log: Path, *flags: str) -> Iterator[str]:
     try:
         address = f"http://127.0.0.1:{port}"
         _wait_until_ready(process, address, log)
-        yield address
+        yield Server(address=address, group=process.pid)
     finally:
         _end(process)
 

@@ -26,7 +26,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import fake_cuda  # type: ignore[import-not-found]  # beside this file; only scripts live here
+import fake_cuda
 
 ROOT = Path(__file__).resolve().parents[1]
 TRUTH = ROOT / "tests" / "data" / "budget" / "kv_truth.json"

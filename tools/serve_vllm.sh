@@ -17,7 +17,10 @@ python=$("$here/install_vllm.sh")
 model=${KVWATCH_CACHE:-${XDG_CACHE_HOME:-${HOME:-/tmp}/.cache}/kvwatch}/tiny-llama
 
 export VLLM_CPU_KVCACHE_SPACE=${VLLM_CPU_KVCACHE_SPACE:-1} # GiB; --num-gpu-blocks-override overrides what follows from it
-export VLLM_CPU_OMP_THREADS_BIND=nobind OMP_NUM_THREADS=${OMP_NUM_THREADS:-2}
+export VLLM_CPU_OMP_THREADS_BIND=nobind OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # the tiny model gains nothing from more
+# The worker computes in the engine's process, as it does with one GPU. Else each of the two spins while it waits for the
+# other, and they take both CPUs of a small machine from the API server and the clients.
+export VLLM_ENABLE_V1_MULTIPROCESSING=0
 export VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1
 # The distribution is called vllm-cpu, so the `vllm` command does not find its own version: start the module.
 exec "$python" -m vllm.entrypoints.openai.api_server --model "$model" --served-model-name tiny-llama \

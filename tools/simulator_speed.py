@@ -14,12 +14,11 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-
-from simulator_cases import closed_loop_case, requests_of  # noqa: E402 -- the path must be set first
+import scheduler_oracle  # noqa: E402 -- the path must be set first
+from simulator_cases import closed_loop_case, requests_of  # noqa: E402
 
 from kvwatch.simulation import CostModel, SchedulerSettings  # noqa: E402
 from kvwatch.simulator import simulate  # noqa: E402
-from tools import scheduler_oracle  # noqa: E402
 
 ROUNDS = 5
 
