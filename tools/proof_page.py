@@ -153,9 +153,10 @@ def _met(is_met: bool) -> Verdict:
 
 PAGE = """# Proof: a real vLLM before and after
 
-Written by `make prove` on {cpus} CPUs ({machine}). vLLM {version} serves a tiny random model from a pool of {blocks} blocks
-of 128 tokens. It computes in one thread, in the engine's process; its API server and the clients have the other CPUs.
-{clients} clients send {each} requests each, prompts of {prompts} tokens and answers of {answers}, the same in every run.
+Written by `make prove` on {cpus} CPUs ({machine}). vLLM {version} serves a tiny random model from a pool of {blocks}
+blocks of 128 tokens. It computes in one thread, in the engine's process; its API server and the clients have the other
+CPUs. {clients} clients send {each} requests each, prompts of {prompts} tokens and answers of {answers}, the same in
+every run.
 
 ## What kvwatch said
 
