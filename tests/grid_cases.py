@@ -4,11 +4,20 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from typing import Any
 
+from fake_engine import FakeEngine
+
+from kvwatch.capacity import EngineFacts
+from kvwatch.checks.check import engine_view
 from kvwatch.objective import Option, choose
+from kvwatch.report import report
 from kvwatch.simulation import CostModel, Request, SchedulerSettings, SimulationResult
 from kvwatch.simulator import simulate
+from kvwatch.study import trial_of
 from kvwatch.what_if import Trial, cap_candidates, with_seqs
+from kvwatch.window import Window
+from kvwatch.workload import offered_load
 
 VERSION = (0, 32, 0)
 TRUE_WATERMARKS = (0.0, 0.005, 0.01, 0.02, 0.03, 0.05, 0.08, 0.1, 0.15, 0.2, 0.3)
@@ -39,6 +48,35 @@ class GridCase:
         clients = self.clients if in_flight is None or self.clients is None else min(in_flight, self.clients)
         return simulate(settings, self.cost, self.requests, clients)
 
+    def window(self) -> Window:
+        """The /metrics pages of an engine with this load, one every two seconds."""
+        return FakeEngine(self.settings, self.cost, self.requests, clients=self.clients).window()
+
+    def reconstructed(self) -> Trial:
+        """What kvwatch makes of those pages, nothing else given."""
+        view = engine_view(self.window(), EngineFacts())
+        return trial_of(view, offered_load(view))[0]
+
+    def chosen_from_pages(self) -> SchedulerSettings:
+        """What `kvwatch recommend` says of those pages."""
+        (engine,) = report([self.window()], simulate=True).engines
+        flags = ("max_num_seqs", "watermark")
+        changes: dict[str, Any] = {m.setting: m.proposed for m in engine.recommendations if m.setting in flags}
+        return replace(self.settings, **changes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """Least share of the best throughput; preemptions at most so many times those of the best, plus so many."""
+
+    kept: float
+    ratio: float
+    preemptions: int
+
+
+WANTED = Wanted(kept=0.96, ratio=1.25, preemptions=2)
+WANTED_OF_PAGES = Wanted(kept=0.94, ratio=1.5, preemptions=3)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Truth:
@@ -51,8 +89,9 @@ class Truth:
     def throughput_ratio(self, result: SimulationResult) -> float:
         return result.output_tokens_per_second / self.highest_throughput
 
-    def is_calm(self, result: SimulationResult, *, ratio: float, preemptions: int) -> bool:
-        return result.preemptions <= ratio * self.best.result.preemptions + preemptions
+    def is_good(self, result: SimulationResult, wanted: Wanted) -> bool:
+        calm = result.preemptions <= wanted.ratio * self.best.result.preemptions + wanted.preemptions
+        return calm and self.throughput_ratio(result) >= wanted.kept
 
 
 @lru_cache(maxsize=64)

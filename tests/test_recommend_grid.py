@@ -4,18 +4,15 @@ Truth is every cap times every watermark in the simulator, whose decisions are v
 the cases is played by vLLM's scheduler itself. docs/simulator.md shows the distributions.
 """
 
-from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import lru_cache
 from typing import Any
 
 import pytest
-from fake_engine import FakeEngine
-from grid_cases import CASES, GridCase, Truth, truth_of
+from grid_cases import CASES, WANTED, WANTED_OF_PAGES, GridCase, Wanted, truth_of
 from simulator_cases import run_oracle
 from vllm_server import vllm_python
 
-from kvwatch.report import report
 from kvwatch.simulation import SchedulerSettings, SimulationResult
 from kvwatch.what_if import best_settings
 
@@ -31,27 +28,17 @@ def chosen_from_truth(case: GridCase) -> SimulationResult:
 
 @lru_cache(maxsize=64)
 def chosen_from_pages(case: GridCase) -> SchedulerSettings:
-    """What `kvwatch recommend` says of an engine that it sees through pages every two seconds, nothing else given."""
-    window = FakeEngine(case.settings, case.cost, case.requests, clients=case.clients).window()
-    (engine,) = report([window], simulate=True).engines
-    flags = ("max_num_seqs", "watermark")
-    changes: Mapping[str, Any] = {m.setting: m.proposed for m in engine.recommendations if m.setting in flags}
-    return replace(case.settings, **changes)
-
-
-def is_good(truth: Truth, result: SimulationResult, *, kept: float, ratio: float, preemptions: int) -> bool:
-    return truth.throughput_ratio(result) >= kept and truth.is_calm(result, ratio=ratio, preemptions=preemptions)
+    return case.chosen_from_pages()
 
 
 @Each
 def test_the_choice_from_the_true_requests_is_as_good_as_the_best(case: GridCase) -> None:
-    truth, result = truth_of(case), chosen_from_truth(case)
-    assert truth.throughput_ratio(result) >= 0.96
-    assert truth.is_calm(result, ratio=1.25, preemptions=2)
+    assert truth_of(case).is_good(chosen_from_truth(case), WANTED)
 
 
 def test_nothing_changes_where_the_present_settings_are_as_good() -> None:
-    fine = [case for case in CASES if is_good(truth_of(case), truth_of(case).now, kept=0.97, ratio=1.0, preemptions=0)]
+    as_good = Wanted(kept=0.97, ratio=1.0, preemptions=0)
+    fine = [case for case in CASES if truth_of(case).is_good(truth_of(case).now, as_good)]
     assert len(fine) >= 4
     for case in fine:
         assert best_settings(case.trial).best.settings == case.settings, case.name
@@ -67,9 +54,7 @@ def test_no_choice_from_pages_alone_makes_things_worse(case: GridCase) -> None:
 
 def test_every_choice_from_pages_alone_for_an_engine_in_trouble_is_as_good_as_the_best() -> None:
     missed = [
-        case.name
-        for case in CASES
-        if not is_good(truth_of(case), case.play(chosen_from_pages(case)), kept=0.94, ratio=1.5, preemptions=3)
+        case.name for case in CASES if not truth_of(case).is_good(case.play(chosen_from_pages(case)), WANTED_OF_PAGES)
     ]
     assert missed == FINE_AND_NOT_PERFECT
 

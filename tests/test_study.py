@@ -1,14 +1,9 @@
 """The load that pages show, simulated under the present settings, does what the engine does."""
 
 import pytest
-from fake_engine import FakeEngine
 from grid_cases import CASES, GridCase
 
-from kvwatch.capacity import EngineFacts
-from kvwatch.checks.check import engine_view
-from kvwatch.study import trial_of
 from kvwatch.what_if import run
-from kvwatch.workload import offered_load
 
 # An open loop is as fast as its requests arrive, whatever a step costs.
 CLOSED = [case for case in CASES if case.clients is not None]
@@ -20,9 +15,7 @@ OFF_BY = 0.16
 @pytest.mark.parametrize("case", CLOSED, ids=lambda case: case.name)
 def test_the_present_throughput_is_that_of_the_engine(case: GridCase) -> None:
     """Where requests share a prefix, that includes what each of them reads of it."""
-    window = FakeEngine(case.settings, case.cost, case.requests, clients=case.clients).window()
-    view = engine_view(window, EngineFacts())
-    trial, _ = trial_of(view, offered_load(view))
+    trial = case.reconstructed()
     simulated = run(trial, trial.settings, None, range(len(trial.draws)))
     assert case.play(case.settings).output_tokens_per_second == pytest.approx(
         simulated.output_tokens_per_second, rel=OFF_BY

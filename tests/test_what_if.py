@@ -3,15 +3,10 @@
 import random
 
 import pytest
-from fake_engine import FakeEngine
 from grid_cases import GPU, SHAPES, cases
 
-from kvwatch.capacity import EngineFacts
-from kvwatch.checks.check import engine_view
 from kvwatch.simulation import CostModel, Request, SchedulerSettings
-from kvwatch.study import trial_of
 from kvwatch.what_if import WATERMARKS, Trial, _Search, best_settings
-from kvwatch.workload import offered_load
 
 
 def drawn(seed: int, output_tokens: tuple[int, int]) -> tuple[Request, ...]:
@@ -43,12 +38,7 @@ def test_a_draw_that_is_faster_under_any_settings_hides_none_that_are_calm(
 
 def test_settings_that_are_fast_on_the_first_draw_only_do_not_crowd_out_the_others() -> None:
     """The calmest on the first draw are all too slow on the five; what is calm and fast comes after them."""
-    case = cases(series=3)[0]
-    view = engine_view(
-        FakeEngine(case.settings, case.cost, case.requests, clients=case.clients).window(), EngineFacts()
-    )
-    trial, _ = trial_of(view, offered_load(view))
-    found = best_settings(trial)
+    found = best_settings(cases(series=3)[0].reconstructed())
     assert found.now.preemptions > 140
     assert found.best.preemptions < 25
 

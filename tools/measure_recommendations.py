@@ -12,27 +12,26 @@ import argparse
 import math
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing import Pool
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parent.parent / "tests"), str(Path(__file__).parent.parent)]
 
-from fake_engine import FakeEngine  # noqa: E402 -- the path must be set first
-from grid_cases import GridCase, Truth, cases, truth_of  # noqa: E402
+from grid_cases import (  # noqa: E402 -- the path must be set first
+    WANTED,
+    WANTED_OF_PAGES,
+    GridCase,
+    Truth,
+    Wanted,
+    cases,
+    truth_of,
+)
 
-from kvwatch.capacity import EngineFacts  # noqa: E402
-from kvwatch.checks.check import engine_view  # noqa: E402
-from kvwatch.report import report  # noqa: E402
 from kvwatch.simulation import SchedulerSettings, SimulationResult  # noqa: E402
-from kvwatch.study import trial_of  # noqa: E402
 from kvwatch.what_if import best_settings, run, with_seqs  # noqa: E402
-from kvwatch.window import Window  # noqa: E402
-from kvwatch.workload import offered_load  # noqa: E402
 
 PAGE = Path(__file__).parent.parent / "docs" / "simulator.md"
-# Least share of the best throughput; preemptions at most so many times those of the best settings, plus so many.
-WANTED, WANTED_OF_PAGES = (0.96, 1.25, 2), (0.94, 1.5, 3)
 ERROR_SETTINGS = ((256, 0.05), (256, 0.1), (18, 0.0), (18, 0.075))  # caps and watermarks
 FURTHER_SERIES = (4, 5)
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
@@ -85,31 +84,29 @@ def main() -> int:
 
 def measured(case: GridCase) -> Row:
     truth = truth_of(case)
-    window = FakeEngine(case.settings, case.cost, case.requests, clients=case.clients).window()
-    (engine,) = report([window], simulate=True).engines
-    changes = {m.setting: m.proposed for m in engine.recommendations if m.setting in {"max_num_seqs", "watermark"}}
     row = Row(
         case=case,
         truth=truth,
         from_requests=_choice(case, truth, best_settings(case.trial).best.settings, WANTED),
-        from_pages=_choice(case, truth, replace(case.settings, **changes), WANTED_OF_PAGES),  # type: ignore[arg-type]  # their fields
-        misses=tuple(_misses(case, window)),
+        from_pages=_choice(case, truth, case.chosen_from_pages(), WANTED_OF_PAGES),
+        misses=tuple(_misses(case)),
     )
     sys.stderr.write(f"{case.name}\n")
     return row
 
 
-def _choice(case: GridCase, truth: Truth, settings: SchedulerSettings, wanted: tuple[float, float, int]) -> Choice:
-    kept, ratio, preemptions = wanted
+def _choice(case: GridCase, truth: Truth, settings: SchedulerSettings, wanted: Wanted) -> Choice:
     result = case.play(settings)
-    speed = truth.throughput_ratio(result)
-    good = speed >= kept and truth.is_calm(result, ratio=ratio, preemptions=preemptions)
-    return Choice(settings=settings, result=result, throughput_ratio=speed, is_good=good)
+    return Choice(
+        settings=settings,
+        result=result,
+        throughput_ratio=truth.throughput_ratio(result),
+        is_good=truth.is_good(result, wanted),
+    )
 
 
-def _misses(case: GridCase, window: Window) -> Iterator[Miss]:
-    view = engine_view(window, EngineFacts())
-    trial, _ = trial_of(view, offered_load(view))
+def _misses(case: GridCase) -> Iterator[Miss]:
+    trial = case.reconstructed()
     draws = range(len(trial.draws))
     now, true_now = run(trial, trial.settings, None, draws), case.play(case.settings)
     for cap, watermark in ERROR_SETTINGS:
