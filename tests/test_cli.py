@@ -404,6 +404,13 @@ def test_a_recording_of_a_server_that_does_not_answer_leaves_nothing(tmp_path: P
     assert result.exit_code == 2
     assert "no connection" in result.stderr
     assert list((tmp_path / "new").glob("*")) == []
+    assert not (tmp_path / "new").exists()  # it would be read as a recording
+
+
+def test_a_folder_that_was_there_stays_where_nothing_could_be_recorded(tmp_path: Path) -> None:
+    result = run("record", f"http://127.0.0.1:{free_port()}", "--output", str(tmp_path))
+    assert result.exit_code == 2
+    assert tmp_path.is_dir()
 
 
 def test_a_recording_of_what_is_no_engine_is_refused(tmp_path: Path) -> None:

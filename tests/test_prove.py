@@ -3,27 +3,29 @@
 from pathlib import Path
 
 import pytest
-from proof_page import Alone, Prediction, Proof, Round, Run, Work, by_chance, earlier, page, speed_verdict, verdicts
+from proof_page import Prediction, Proof, Round, Run, Work, by_chance, earlier, page, speed_verdict, verdicts
 
 BEFORE, AFTER = {"max_num_seqs": 32, "watermark": 0.0}, {"max_num_seqs": 17, "watermark": 0.05}
 
 
 def run(settings: dict[str, float], preemptions: int, seconds: float) -> Run:
-    return Run(settings=settings, preemptions=preemptions, seconds=seconds, output_tokens=76_000)
+    return Run(
+        settings=settings,
+        preemptions=preemptions,
+        seconds=seconds,
+        output_tokens=76_000,
+        itl_mean_seconds=seconds / 3000,
+        ttft_p50_seconds=2.5,
+        ttft_p99_seconds=8.0,
+    )
 
 
 def proof(after_preemptions: int = 1) -> Proof:
-    first, second = run(BEFORE, 48, 30.0), run(AFTER, after_preemptions, 31.0)
+    first = run(BEFORE, 48, 30.0)
     simulation = {
         "cost_error_ratio": 0.04,
         "simulated_preemptions_per_request": 0.6,
         "observed_preemptions_per_request": 0.65,
-    }
-    latencies = {
-        "itl_mean_seconds": 0.007,
-        "itl_p99_seconds": 0.03,
-        "ttft_p50_seconds": 2.5,
-        "ttft_p99_seconds": 8.0,
     }
     return Proof(
         work=Work(
@@ -47,8 +49,7 @@ def proof(after_preemptions: int = 1) -> Proof:
         expected_after=Prediction(
             preemptions=0.4, preemptions_low=0, preemptions_high=2, output_tokens_per_second=2450.0
         ),
-        before=Alone(run=first, **latencies),
-        after=Alone(run=second, **latencies),
+        first=first,
         equal=Round(before=first, after=run(BEFORE, 52, 30.3)),
         rounds=[Round(before=first, after=run(AFTER, after_preemptions, 30.0 + tenths / 10)) for tenths in range(6)],
     )
@@ -91,7 +92,7 @@ def test_the_page_shows_prediction_and_measurement() -> None:
         "| round 6 | 48 | 1 | 2,533 | 2,492 | 98.4% |",
         "99.0% where 100 % is right",
         "- **met**: Preemptions after: 0.4 predicted, 1.0 measured; within 30 % or 3 is wanted.",
-        "| after | max_num_seqs 17, watermark 0.05 | 1 | 2,452 | 7.0 ms | 30 ms | 2.5 s | 8.0 s |",
+        "| 100% (100% to 100%) | 100% (100% to 100%) | 101% (100% to 102%) |",
     ):
         assert part in text
 

@@ -74,8 +74,16 @@ def test_the_chosen_option_is_the_first_row_and_the_present_settings_are_marked(
 
 
 def test_present_settings_that_were_not_asked_for_are_a_row_too() -> None:
-    rows = rows_of(page_of(comparison(seqs=(16,), watermarks=(0.0,))), "Options")
-    assert [row[:3] for row in rows[1:]] == [["chosen", "16", "0"], ["now", "32", "0"]]
+    rows = rows_of(page_of(comparison(seqs=(32,), watermarks=(0.05,))), "Options")
+    assert [row[:3] for row in rows[1:]] == [["chosen", "32", "0.05"], ["now", "32", "0"]]
+
+
+def test_nothing_is_chosen_that_is_worse_than_the_present_settings() -> None:
+    """16 seats preempt nobody, and cost more than 3 % of the throughput."""
+    made = comparison(seqs=(16,), watermarks=(0.0,))
+    assert made.chosen == made.current
+    rows = rows_of(page_of(made), "Options")
+    assert [row[:3] for row in rows[1:]] == [["chosen, now", "32", "0"], ["", "16", "0"]]
 
 
 def test_what_the_choice_costs_is_told_measure_by_measure() -> None:

@@ -11,32 +11,28 @@ from typing import Any, Literal
 
 TARGETS = {"preemptions": 0.80, "throughput": 0.97}
 CHANCE = 0.05
+SPEED = "output_tokens_per_second"
 EARLIER = "## Runs before this one"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One run of the work, measured on the server's own counters. `seconds` are those in which it might compute."""
+    """One run of the work, measured on the server's own metrics.
+
+    `seconds` are those in which it might compute; its latencies also hold those in which it was stopped.
+    """
 
     settings: Mapping[str, float]
     preemptions: int
     seconds: float
     output_tokens: int
+    itl_mean_seconds: float
+    ttft_p50_seconds: float
+    ttft_p99_seconds: float
 
     @property
     def output_tokens_per_second(self) -> float:
         return self.output_tokens / self.seconds
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Alone:
-    """A run that had the machine to itself, and how long its requests took."""
-
-    run: Run
-    itl_mean_seconds: float
-    itl_p99_seconds: float
-    ttft_p50_seconds: float
-    ttft_p99_seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,9 +42,10 @@ class Round:
     before: Run
     after: Run
 
-    @property
-    def throughput_ratio(self) -> float:
-        return self.after.output_tokens_per_second / self.before.output_tokens_per_second
+    def ratio(self, name: str) -> float:
+        """What an attribute is after, of before."""
+        after, before = float(getattr(self.after, name)), float(getattr(self.before, name))
+        return after / before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,25 +78,24 @@ class Work:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:
-    """All that was said and measured. `before`, `after`: alone. `equal`: a round of the first settings twice."""
+    """All that was said and measured. `first`: the run that kvwatch saw. `equal`: a round of its settings twice."""
 
     work: Work
     report: Mapping[str, Any]
     expected_before: Prediction
     expected_after: Prediction
-    before: Alone
-    after: Alone
+    first: Run
     equal: Round
     rounds: Sequence[Round]
 
     @property
     def preemptions_before(self) -> float:
-        runs = [self.before.run, self.equal.before, self.equal.after, *(one.before for one in self.rounds)]
+        runs = [self.first, self.equal.before, self.equal.after, *(one.before for one in self.rounds)]
         return fmean(run.preemptions for run in runs)
 
     @property
     def preemptions_after(self) -> float:
-        return fmean(run.preemptions for run in (self.after.run, *(one.after for one in self.rounds)))
+        return fmean(one.after.preemptions for one in self.rounds)
 
 
 Verdict = Literal["met", "missed", "not decided"]
@@ -111,7 +107,7 @@ def verdicts(proof: Proof) -> tuple[tuple[str, Verdict], ...]:
     least = TARGETS["preemptions"]
     found = [
         (f"Preemptions fall by {fewer:.0%}; at least {least:.0%} are wanted.", _met(fewer >= least)),
-        speed_verdict([one.throughput_ratio for one in proof.rounds]),
+        speed_verdict([one.ratio(SPEED) for one in proof.rounds]),
     ]
     for name, prediction, seen in (
         ("before", proof.expected_before, proof.preemptions_before),
@@ -188,14 +184,15 @@ the first settings says what the comparison itself is off by: {equal}.
 |---|---|---|---|---|---|
 {rounds}
 
-Before the rounds each setting ran once with the machine to itself. Fewer requests run at a time, so more wait before
-their first token, and fewer after it.
+Latencies, after, of before: the median of the rounds, the lowest and the highest. Fewer requests run at a time, so each
+of them is faster, and more of them wait before their first token.
 
-| | flags | preemptions | output tokens/s | between tokens, mean | p99 | TTFT p50 | TTFT p99 |
-|---|---|---|---|---|---|---|---|
-{alone}
+| TTFT p50 | TTFT p99 | between tokens, mean |
+|---|---|---|
+| {latencies} |
 
-The cap of the requests in flight, which works without a restart, was not tried.
+The tokens per second that were predicted are those of the first run's half minute; the prediction that counts is how
+they change. The cap of the requests in flight, which works without a restart, was not tried.
 """
 
 
@@ -217,8 +214,8 @@ def page(proof: Proof) -> str:
         answers=" to ".join(map(str, work.output_tokens)),
         seen=work.seen_requests,
         now=f"cap the requests in flight at {gateway}" if gateway else "nothing",
-        flags=command_line(proof.after.run.settings),
-        before=command_line(proof.before.run.settings),
+        flags=command_line(proof.rounds[0].after.settings),
+        before=command_line(proof.first.settings),
         simulated=simulation["simulated_preemptions_per_request"],
         observed=simulation["observed_preemptions_per_request"],
         cost="could not be fitted to them" if fitted is None else f"was fitted and misses {fitted:.0%} of the time",
@@ -232,9 +229,12 @@ def page(proof: Proof) -> str:
         ),
         checked="\n".join(f"- **{verdict}**: {text}" for text, verdict in verdicts(proof)),
         turn=work.turn_seconds,
-        equal=f"{proof.equal.throughput_ratio:.1%} where 100 % is right",
+        equal=f"{proof.equal.ratio(SPEED):.1%} where 100 % is right",
         rounds="\n".join(_round_row(number, one) for number, one in enumerate(proof.rounds, start=1)),
-        alone="\n".join(_alone_row(name, one) for name, one in (("before", proof.before), ("after", proof.after))),
+        latencies=" | ".join(
+            _spread([one.ratio(name) for one in proof.rounds])
+            for name in ("ttft_p50_seconds", "ttft_p99_seconds", "itl_mean_seconds")
+        ),
     )
 
 
@@ -242,17 +242,12 @@ def _round_row(number: int, one: Round) -> str:
     return (
         f"| round {number} | {one.before.preemptions} | {one.after.preemptions} "
         f"| {one.before.output_tokens_per_second:,.0f} | {one.after.output_tokens_per_second:,.0f} "
-        f"| {one.throughput_ratio:.1%} |"
+        f"| {one.ratio(SPEED):.1%} |"
     )
 
 
-def _alone_row(name: str, one: Alone) -> str:
-    flags = ", ".join(f"{key} {value:g}" for key, value in one.run.settings.items())
-    return (
-        f"| {name} | {flags} | {one.run.preemptions} | {one.run.output_tokens_per_second:,.0f} | "
-        f"{one.itl_mean_seconds * 1000:.1f} ms | {one.itl_p99_seconds * 1000:.0f} ms | "
-        f"{one.ttft_p50_seconds:.1f} s | {one.ttft_p99_seconds:.1f} s |"
-    )
+def _spread(values: Sequence[float]) -> str:
+    return f"{median(values):.0%} ({min(values):.0%} to {max(values):.0%})"
 
 
 def earlier(page_before: Path) -> str:

@@ -25,7 +25,7 @@ sys.path[:0] = [str(Path(__file__).parent.parent / "tests"), str(Path(__file__).
 
 from load import Load, Traffic  # noqa: E402 -- the path must be set first
 from proof_page import (  # noqa: E402
-    Alone,
+    SPEED,
     Prediction,
     Proof,
     Round,
@@ -91,20 +91,19 @@ def main() -> int:
 
 
 def prove(number_of_rounds: int, folder: Path) -> Proof:
-    before = alone(BASELINE, folder, "before")
-    report = recommend(folder / "before")
+    first = alone(BASELINE, folder, "first")
+    report = recommend(folder / "first")
     proposed = {**BASELINE, **flags_of(report)}
     if proposed == BASELINE:
         raise SystemExit(f"kvwatch proposed no flag:\n{json.dumps(report, indent=1)[:4000]}")
-    expected = [predict(folder / "before", settings) for settings in (BASELINE, proposed)]
+    expected = [predict(folder / "first", settings) for settings in (BASELINE, proposed)]
     say(f"proposed {proposed}; expected {expected[1]}")
     return Proof(
         work=WORK,
         report=report,
         expected_before=expected[0],
         expected_after=expected[1],
-        before=before,
-        after=alone(proposed, folder, "after"),
+        first=first,
         equal=compared(BASELINE, BASELINE, folder, "equal"),
         rounds=[
             compared(BASELINE, proposed, folder, f"round{number}", is_after_first=number % 2 == 0)
@@ -116,8 +115,8 @@ def prove(number_of_rounds: int, folder: Path) -> Proof:
 # ---- running -------------------------------------------------------------------------------------------------------
 
 
-def alone(settings: Mapping[str, float], folder: Path, name: str) -> Alone:
-    """Start vLLM with the settings, let the clients do their work, read its counters, end it."""
+def alone(settings: Mapping[str, float], folder: Path, name: str) -> Run:
+    """Start vLLM with the settings, let the clients do their work, save its pages, end it."""
     say(f"{name}: vLLM with {command_line(settings)}")
     log = folder / f"{name}.log"
     with vllm_server(log, *POOL, *command_line(settings).split()) as server:
@@ -133,13 +132,7 @@ def alone(settings: Mapping[str, float], folder: Path, name: str) -> Alone:
         window = counters.window()
     run = measured(settings, window, seconds)
     say(f"{name}: {run.preemptions} preemptions, {run.output_tokens_per_second:.0f} output tokens/s")
-    return Alone(
-        run=run,
-        itl_mean_seconds=window.average(INTER_TOKEN_LATENCY),
-        itl_p99_seconds=window.quantile(INTER_TOKEN_LATENCY, 0.99),
-        ttft_p50_seconds=window.quantile(TIME_TO_FIRST_TOKEN, 0.5),
-        ttft_p99_seconds=window.quantile(TIME_TO_FIRST_TOKEN, 0.99),
-    )
+    return run
 
 
 def compared(
@@ -170,7 +163,7 @@ def compared(
             for settings, one, spent in zip((before, after), counters, seconds, strict=True)
         ]
     found = Round(before=runs[0], after=runs[1])
-    say(f"{name}: {runs[0].preemptions} and {runs[1].preemptions} preemptions, {found.throughput_ratio:.1%}")
+    say(f"{name}: {runs[0].preemptions} and {runs[1].preemptions} preemptions, {found.ratio(SPEED):.1%}")
     return found
 
 
@@ -213,6 +206,9 @@ def measured(settings: Mapping[str, float], window: Window, seconds: float) -> R
         preemptions=rise("num_preemptions_total"),
         seconds=seconds,
         output_tokens=rise("generation_tokens_total"),
+        itl_mean_seconds=window.average(INTER_TOKEN_LATENCY),
+        ttft_p50_seconds=window.quantile(TIME_TO_FIRST_TOKEN, 0.5),
+        ttft_p99_seconds=window.quantile(TIME_TO_FIRST_TOKEN, 0.99),
     )
 
 

@@ -41,6 +41,7 @@ def command(
         raise SettingError(f"{source}: only a server can be recorded; give http://HOST:PORT")
     if interval <= 0:
         raise SettingError("--interval must be above 0, for example 2s")
+    is_new = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         pages = sum(1 for path in folder.iterdir() if path.suffix == SUFFIX)
@@ -54,6 +55,8 @@ def command(
     scraper = Scraper(parsed.where, headers=headers_from(headers))
     saved, failed = _record(scraper, folder, interval, duration, Progress(source))
     if not saved:
+        if is_new:
+            folder.rmdir()  # an empty one would be taken for a recording
         raise SourceError(failed or f"{source}: nothing was saved")
     click.echo(f"{saved} pages in {folder}")
     click.echo(f"kvwatch check {folder}", err=True)

@@ -190,13 +190,15 @@ def compare(
         current if settings == workload.engine else _simulated(workload, settings)
         for settings in _cross_product(workload.engine, values)
     )
+    # The present settings are always one of the choices: a change that gives nothing is none to make.
+    choices = options if current in options else (current, *options)
     return Comparison(
         name=name,
         workload=workload,
         objective=objective,
         current=current,
         options=options,
-        chosen=choose(options, objective, workload.engine),
+        chosen=choose(choices, objective, workload.engine),
         assumptions=assumptions,
     )
 
