@@ -287,6 +287,17 @@ def test_a_flag_wins_over_the_command_line_inside_and_that_over_the_environment(
     assert (found["max_num_seqs"], found["tensor_parallel_size"], found["max_model_len"]) == (16, 2, 2048)
 
 
+def test_an_estimated_pool_is_shown_as_what_is_claimed_less_its_terms(llama: str) -> None:
+    printed = run("budget", "--model", llama, "--gpu", "H100").stdout
+    lines = printed[printed.index("\nPool\n") : printed.index("  one block")].splitlines()
+    assert "    72.85 GiB claimed, less" in lines
+    assert sum(line.startswith("  - ") for line in lines) == 4
+
+
+def test_a_given_pool_claims_nothing(llama: str) -> None:
+    assert "claimed" not in run("budget", "--model", llama, "--kv-cache-memory-bytes", "40000000000").stdout
+
+
 def test_a_memory_size_replaces_that_of_the_named_gpu(llama: str) -> None:
     found = document("--model", llama, "--gpu", "H100", "--gpu-memory-gib", "94", "--kv-cache-memory-bytes", "50GiB")
     assert found["engine"]["gpu"] == {"name": "NVIDIA H100 80GB HBM3", "memory_bytes": 94 * GIB}

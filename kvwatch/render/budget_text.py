@@ -216,6 +216,8 @@ def _pool(report: BudgetReport) -> list[str]:
         if low and high and low != high:
             between = f", expected between {gib(min(low))} and {gib(min(high))}"
         lines.append(f"memory         {gib(budget.available_bytes_per_rank)} per GPU ({memory.origin}{between})")
+        if memory.terms and memory.requested_bytes is not None:
+            lines.append(f"  {gib(memory.requested_bytes)} claimed, less")
         lines += [_term(term) for term in memory.terms]
     lines.append(f"one block      {costs.block_size_tokens} tokens, {gib(costs.block_bytes_per_rank)} per GPU")
     if budget is not None:
