@@ -127,8 +127,10 @@ def read_config(path: Path, options: Mapping[str, OptionKind]) -> FileSettings:
 def _load(path: Path) -> dict[Any, Any]:
     import yaml  # noqa: PLC0415 -- an agent without a file does not need it
 
+    from kvwatch.yaml_once import load_yaml  # noqa: PLC0415 -- it imports yaml
+
     try:
-        document = yaml.safe_load(bounded_text(path, limit_bytes=MAX_FILE_BYTES))
+        document = load_yaml(bounded_text(path, limit_bytes=MAX_FILE_BYTES))
     except OSError as error:
         raise SettingError(f"{path}: {error.strerror}; --config wants a YAML file") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:

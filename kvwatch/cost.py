@@ -121,7 +121,7 @@ def busy_intervals(
     `pool_tokens` or `tokens_per_preemption` is 0: then they are not asked for.
     """
     found = []
-    for before, after in zip(window.snapshots, window.snapshots[1:], strict=False):
+    for before, after in window.intervals:
         first, second = before.histograms.get(ITERATION_TOKENS.name), after.histograms.get(ITERATION_TOKENS.name)
         if first is None or second is None or first.sum is None or second.sum is None:
             continue

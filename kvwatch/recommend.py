@@ -203,7 +203,7 @@ class _Answer:
     def confidence(self) -> Confidence:
         """How well the simulation of the present settings reproduces the preemptions seen, and on how much it rests."""
         study = self._study
-        if study.load.source == "lifetime" or self._is_off_by(_ROUGHLY_RATIO):
+        if study.load.source == "lifetime" or not study.load.prefixes_known or self._is_off_by(_ROUGHLY_RATIO):
             return "low"
         if self._is_off_by(_REPRODUCED_RATIO) or self._finished < 100 or study.fit is None:
             return "medium"

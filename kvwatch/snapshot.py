@@ -25,6 +25,11 @@ DEFAULT_ENGINE = "0"
 _HIGHEST_BOUND = 1e15
 # No count and no sum of seconds is larger; with such values sums overflow.
 _HIGHEST_VALUE = 1e18
+_GROWING = frozenset(
+    name
+    for name, series in SERIES.items()
+    if series.metric.kind == "counter" or (series.metric.kind == "histogram" and series.part != "sum")
+)
 # Ray Serve and Prometheus put several servers on one page or in one answer; these labels tell them apart.
 INSTANCE_LABELS = ("instance", "namespace", "pod", "ReplicaId", "WorkerId")
 # The production-stack router repeats engine metrics under the address of each backend.
@@ -105,10 +110,10 @@ def snapshots(samples: Iterable[Sample], *, at_seconds: float, target: str = "")
     """Samples of one page -> one Snapshot per engine, in the order of their keys.
 
     A series that stands twice, as in a file that pages were appended to, counts once, with its last value.
-    Raises ExpositionError with what to do if the page is no vLLM engine's: empty, another exporter's, a router's.
+    Raises ExpositionError with what to do if the page is no vLLM engine's: empty, another exporter's, a router's, or
+    that of several engines that have the same labels.
     """
-    # label sets are shared between samples, so their identity is a cheap key
-    samples = list({(sample.name, id(sample.labels)): sample for sample in samples}.values())
+    samples = _each_once(samples)
     _refuse_what_is_no_engine(samples)
     samples = _of_vllm(samples)
     collected: dict[EngineKey, _Collected] = {}
@@ -145,6 +150,22 @@ def snapshots(samples: Iterable[Sample], *, at_seconds: float, target: str = "")
         )
         for key in sorted(collected)
     )
+
+
+def _each_once(samples: Iterable[Sample]) -> list[Sample]:
+    """The last of each series. A counter that is lower the second time is that of another process."""
+    latest: dict[tuple[str, int], Sample] = {}
+    for sample in samples:
+        place = (sample.name, id(sample.labels))  # label sets are shared between samples, so this is a cheap key
+        former = latest.get(place)
+        if former is not None and sample.name in _GROWING and sample.value < former.value:
+            raise ExpositionError(
+                f"{sample.name} is there twice with the same labels, as {former.value:,.15g} and then as "
+                f"{sample.value:,.15g}: these are pages of several engines, or from before and after a restart. Give "
+                "each engine's page by itself, and pages of different times as a capture folder (kvwatch record)"
+            )
+        latest[place] = sample
+    return list(latest.values())
 
 
 def _of_vllm(samples: list[Sample]) -> list[Sample]:

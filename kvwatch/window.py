@@ -1,13 +1,14 @@
 """Snapshots of one engine in time: increases, rates, extremes and quantiles.
 
-Counters: between two snapshots a counter grows by what it rose. Where any counter fell, or the process start time
-changed, the interval is left out of every increase and of the time that rates divide by, so a restart is neither a
+Counters: between two snapshots a counter grows by what it rose. Where a counter fell for good, or the process start
+time changed, the interval is left out of every increase and of the time that rates divide by, so a restart is neither a
 negative amount nor growth. (PromQL counts the value after a reset as growth; leaving it out can only under-count, by at
 most one interval.) Gauges of the process before say nothing of the present one: what must last is asked of `held`,
 which begins at the latest restart. (PromQL's min_over_time has them in its range until they are older than it.)
 
 Not every fall is a restart: vLLM with several API servers exports the sum of their files, which can step back a little
-(vLLM pull request 18053). Such an interval is left out as well, but not called a restart.
+(vLLM pull request 18053), and a proxy may answer with an old page. Where the counters are later what they were or more,
+the pages between are passed over, and the rise is counted from where they were: the way back is no growth.
 """
 
 import math
@@ -50,9 +51,24 @@ class Window:
         return tuple(pairwise(self.snapshots))
 
     @cached_property
-    def _steps(self) -> tuple[tuple[Snapshot, Snapshot], ...]:
-        """Neighbouring snapshots between which counters only grew."""
-        return tuple(pair for pair in self._pairs if not _other_process(*pair) and not _lowest_ratio(*pair) < 1)
+    def intervals(self) -> tuple[tuple[Snapshot, Snapshot], ...]:
+        """Snapshots, each with the next one up to which counters only grew: what increases are made of."""
+        found = []
+        last = self.snapshots[0]
+        for number, page in enumerate(self.snapshots[1:], start=1):
+            if not _other_process(last, page):
+                if _lowest_ratio(last, page) >= 1:
+                    found.append((last, page))
+                elif self._is_reached_again(last, number + 1):
+                    continue
+            last = page
+        return tuple(found)
+
+    def _is_reached_again(self, level: Snapshot, start: int) -> bool:
+        """Whether a snapshot from `start` on, of the same process, has no counter below this one's."""
+        return any(
+            _lowest_ratio(level, later) >= 1 and not _other_process(level, later) for later in self.snapshots[start:]
+        )
 
     @property
     def restarts(self) -> int:
@@ -69,8 +85,8 @@ class Window:
 
     @property
     def counted_seconds(self) -> float:
-        """The time that increases cover: the duration without the intervals in which a counter fell."""
-        return sum(after.at_seconds - before.at_seconds for before, after in self._steps)
+        """The time that increases cover: the duration without the intervals in which a counter fell for good."""
+        return sum(after.at_seconds - before.at_seconds for before, after in self.intervals)
 
     def last(self, seconds: float) -> "Window":
         """The snapshots of the left-open span (latest - seconds, latest], as PromQL 3 ranges are.
@@ -149,7 +165,7 @@ class Window:
         self._seconds_for_a_rate()
         growth = [
             after - before
-            for first, second in self._steps
+            for first, second in self.intervals
             if (before := read(first)) is not None and (after := read(second)) is not None
         ]
         if not growth:
@@ -194,7 +210,7 @@ class Window:
         self._seconds_for_a_rate()
         deltas = [
             _subtract(second, first)
-            for before, after in self._steps
+            for before, after in self.intervals
             if (first := before.histograms.get(metric.name)) and (second := after.histograms.get(metric.name))
         ]
         total = _add([delta for delta in deltas if delta is not None])

@@ -66,13 +66,17 @@ class ArrivalSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfferedLoad:
-    """The load and the settings under which it was seen. `clients` None: an open loop that repeats `arrivals`."""
+    """The load and the settings under which it was seen. `clients` None: an open loop that repeats `arrivals`.
+
+    Without `prefixes_known` the pages do not tell whether requests share a prefix, and none is assumed.
+    """
 
     prompts: LengthCurve
     outputs: LengthCurve
     correlation: float
     prefix_tokens: int
     prefixes: int
+    prefixes_known: bool
     clients: int | None
     arrivals: tuple[ArrivalSpan, ...]
     settings: SchedulerSettings
@@ -139,10 +143,10 @@ def offered_load(view: EngineView) -> OfferedLoad:
     prompts = length_curve(prompt, longest=longest, mean=_started_prompt_mean(window, prompt, source))
     outputs = _with_unfinished(length_curve(output, longest=longest), window, source)
     clients, arrivals, arrival_notes = _arrivals(window)
-    cached = _cached_per_request(window, prompts, source)
+    cached = _cached_per_request(window, prompts, source) if settings.enable_prefix_caching else 0.0
     held = _held_per_running(window, settings)
     correlation, prefix_tokens, prefixes = 0.0, 0, 0
-    if cached >= settings.block_size / 2 and settings.enable_prefix_caching:
+    if cached is not None and cached >= settings.block_size / 2:
         prefix_tokens = _prefix_tokens(prompts, cached, settings.block_size)
         prefixes = _prefixes(window, prompts, outputs, prefix_tokens, held)
     elif held is not None and _is_settled(window) and len(settings.kv_groups) == 1:
@@ -151,8 +155,8 @@ def offered_load(view: EngineView) -> OfferedLoad:
         ("prompt_tokens_mean", round(prompts.moment(1), 1), "observed"),
         ("output_tokens_mean", round(outputs.moment(1), 1), "observed"),
         ("length_correlation", round(correlation, 2), "derived" if correlation else "assumed"),
-        ("prefix_tokens", prefix_tokens, "derived"),
-        ("prefixes", prefixes, "derived"),
+        ("prefix_tokens", prefix_tokens, "assumed" if cached is None else "derived"),
+        ("prefixes", prefixes, "assumed" if cached is None else "derived"),
     )
     return OfferedLoad(
         prompts=prompts,
@@ -160,6 +164,7 @@ def offered_load(view: EngineView) -> OfferedLoad:
         correlation=correlation,
         prefix_tokens=prefix_tokens,
         prefixes=prefixes,
+        prefixes_known=cached is not None,
         clients=clients,
         arrivals=arrivals,
         settings=settings,
@@ -301,7 +306,7 @@ def _spans(window: Window) -> tuple[ArrivalSpan, ...]:
     spans = [ArrivalSpan(start_seconds=0.0, seconds=0.0, requests=round(first))]
     start = window.snapshots[0].at_seconds
     owed = 0.0  # an arrival that one page shows early is taken off the next interval
-    for before, after in zip(window.snapshots, window.snapshots[1:], strict=False):
+    for before, after in window.intervals:
         done, done_before = after.get(REQUEST_SUCCESS), before.get(REQUEST_SUCCESS)
         here, there = _in_flight(after), _in_flight(before)
         if done is None or done_before is None or here is None or there is None or done < done_before:
@@ -336,8 +341,11 @@ def _arrival_times(spans: Sequence[ArrivalSpan], count: int, rng: random.Random)
 # ---- prefixes ------------------------------------------------------------------------------------------------------
 
 
-def _cached_per_request(window: Window, prompts: LengthCurve, source: str) -> float:
-    """Prompt tokens per request that were found in the cache: by what was not computed, else by hits and queries."""
+def _cached_per_request(window: Window, prompts: LengthCurve, source: str) -> float | None:
+    """Prompt tokens per request that were found in the cache: by what was not computed, else by hits and queries.
+
+    None where the pages have neither.
+    """
     read = window.observed if source == "window" else window.lifetime
     with contextlib.suppress(NoData):  # not before vLLM 0.13
         computed, prompt = read(REQUEST_PREFILL_KV_COMPUTED_TOKENS), read(REQUEST_PROMPT_TOKENS)
@@ -346,7 +354,7 @@ def _cached_per_request(window: Window, prompts: LengthCurve, source: str) -> fl
     try:
         queries, hits = window.increase(PREFIX_CACHE_QUERIES), window.increase(PREFIX_CACHE_HITS)
     except NoData:
-        return 0.0
+        return None
     return min(1.0, hits / queries) * prompts.moment(1) if queries > 0 else 0.0
 
 

@@ -1,11 +1,13 @@
 """Exposition pages and snapshots for tests, built from the few lines that a test is about."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from kvwatch.exposition import read_samples
 from kvwatch.snapshot import Snapshot, snapshots
 from kvwatch.sources.capture import read_capture
+from kvwatch.vllm_metrics import Metric
 from kvwatch.window import Window, windows
 
 DATA = Path(__file__).parent / "data"
@@ -88,3 +90,18 @@ def capture(name: str) -> Window:
     """The window of a recorded capture: healthy, prefix or thrash."""
     (window,) = windows(read_capture(CAPTURES / name, target=name, notes=[]))
     return window
+
+
+def without(window: Window, *metrics: Metric) -> Window:
+    """The pages as they were if the engine did not expose these."""
+    names = {metric.name for metric in metrics}
+    return Window(
+        tuple(
+            replace(
+                page,
+                values={name: value for name, value in page.values.items() if name not in names},
+                histograms={name: value for name, value in page.histograms.items() if name not in names},
+            )
+            for page in window.snapshots
+        )
+    )

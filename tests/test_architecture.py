@@ -45,8 +45,8 @@ PRESENTATION = """
 """
 # Clocks, files, sockets, threads, the terminal.
 SHELLS = """
-    files config sources sources.capture sources.scrape sources.prometheus_session sources.prometheus sources.gather
-    sources.model_files sources.workload_files lint_files
+    files yaml_once config sources sources.capture sources.scrape sources.prometheus_session sources.prometheus
+    sources.gather sources.model_files sources.workload_files lint_files
     sinks sinks.alertmanager server adviser agent plugin demo
     cli.output cli.not_empty cli cli.options cli.vllm_flags cli.kv_memory cli.engine_flags cli.judge cli.observed_load
     cli.* __main__

@@ -83,6 +83,8 @@ def test_thresholds_are_changed_one_by_one(tmp_path: Path) -> None:
         ("down-for: 1\ndown_for: 2\n", "down_for: it stands there twice"),
         ("- a\n", "the file is a list, not a mapping"),
         ("a: [\n", "not readable as YAML"),
+        ("interval: 5s\ninterval: 10s\n", "not readable as YAML: the key 'interval' is there twice"),
+        ("quiet: !!bool maybe\n", "not readable as YAML: a tag does not fit its value"),
         ("a: !!python/object/apply:os.getcwd []\n", "not readable as YAML"),
     ],
 )

@@ -422,6 +422,9 @@ def test_a_file_without_queries_of_vllm_is_mentioned(tmp_path: Path) -> None:
     [
         ('{"panels": [', "not JSON"),
         ("groups: [", "neither JSON nor YAML"),
+        ("groups: 2001-99-99", "neither JSON nor YAML: month must be in 1..12"),
+        ("groups: !!bool maybe", "neither JSON nor YAML: a tag does not fit its value"),
+        ("groups: []\ngroups: []", "neither JSON nor YAML: the key 'groups' is there twice"),
         ("{{- if .Values.rules }}\ngroups: []", "lint the output of helm template"),
         ("groups:\n  {{ toYaml .Values.groups }}", "lint the output of helm template"),
     ],

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from fake_engine import FakeEngine
-from pages import capture
+from pages import capture, without
 
 import kvwatch
 from kvwatch.capacity import EngineFacts
@@ -24,6 +24,7 @@ from kvwatch.report import EngineReport, Report, report
 from kvwatch.simulation import CostModel, Request, SchedulerSettings
 from kvwatch.sources.capture import read_capture
 from kvwatch.versions import parse_version, version_text
+from kvwatch.vllm_metrics import PREFIX_CACHE_HITS, PREFIX_CACHE_QUERIES, REQUEST_PREFILL_KV_COMPUTED_TOKENS
 from kvwatch.window import Window, windows
 
 RECORDING = Path(kvwatch.__file__).parent / "data/demo/recording.tar.gz"
@@ -306,6 +307,14 @@ def test_without_a_fitted_cost_no_time_is_claimed() -> None:
     assert best.steps_ratio > 1.0
     assert all(made.predicted["cost"] == "assumed" for made in engine.recommendations)
     assert "high" not in {made.confidence for made in engine.recommendations}
+
+
+def test_pages_without_the_prefix_cache_give_low_confidence_and_say_what_is_assumed() -> None:
+    bare = without(played(), PREFIX_CACHE_HITS, PREFIX_CACHE_QUERIES, REQUEST_PREFILL_KV_COMPUTED_TOKENS)
+    engine = asked(bare)
+    assert {made.confidence for made in engine.recommendations} == {"low"}
+    assert engine.simulation is not None
+    assert ("prefix_tokens", 0, "assumed") in engine.simulation.inputs
 
 
 def test_a_load_that_cannot_be_reconstructed_is_estimated_by_formula() -> None:

@@ -201,6 +201,12 @@ def test_of_a_file_to_which_pages_were_appended_the_last_page_counts() -> None:
     assert snapshot.cache_config.num_gpu_blocks == 1000
 
 
+def test_pages_of_two_engines_with_the_same_labels_are_refused() -> None:
+    page = engine_page(running=18, preemptions=25) + engine_page(running=2, preemptions=3)
+    with pytest.raises(ExpositionError, match=r"num_preemptions_total is there twice .* as 25 and then as 3: these are"):
+        one(page)
+
+
 def test_a_bucket_without_a_number_is_refused_with_what_to_do() -> None:
     with pytest.raises(ExpositionError, match=r"le label is 'many'.*scrape the vLLM server itself"):
         read('vllm:request_prompt_tokens_bucket{engine="0",le="many"} 1\n')

@@ -50,6 +50,20 @@ def test_a_start_time_that_moves_within_a_second_is_the_same_process() -> None:
 
 def test_a_counter_that_steps_back_a_little_is_no_restart_and_no_growth() -> None:
     seen = counted([100, 110, 108, 118])
+    assert (seen.restarts, seen.increase(vm.PREEMPTIONS), seen.counted_seconds) == (0, 18, 30)
+
+
+@pytest.mark.parametrize("started", [1.0, None], ids=["the start of the process is known", "it is not"])
+@pytest.mark.parametrize("old", [[2.0], [2.0, 3.0]], ids=["one page", "two"])
+def test_the_way_back_from_an_old_page_is_no_growth(old: list[float], started: float | None) -> None:
+    values = [1000.0, 1010.0, *old, 1030.0, 1040.0]
+    seen = counted(values, started=[started] * len(values))
+    assert (seen.increase(vm.PREEMPTIONS), seen.counted_seconds) == (40, 10.0 * (len(values) - 1))
+
+
+def test_a_level_that_is_not_reached_again_is_no_level() -> None:
+    """One of several API servers is gone, and its counts with it."""
+    seen = counted([100, 110, 80, 90], started=[1, 1, 1, 1])
     assert (seen.restarts, seen.increase(vm.PREEMPTIONS), seen.counted_seconds) == (0, 20, 20)
 
 

@@ -10,6 +10,7 @@ import pytest
 from fake_engine import FakeEngine
 from hypothesis import given
 from hypothesis import strategies as st
+from pages import without
 
 from kvwatch.budget import predict
 from kvwatch.capacity import EngineFacts
@@ -22,6 +23,7 @@ from kvwatch.simulation import CostModel, Request, SchedulerSettings
 from kvwatch.snapshot import CacheConfig, Histogram
 from kvwatch.sources import parse
 from kvwatch.sources.gather import gather
+from kvwatch.vllm_metrics import PREFIX_CACHE_HITS, PREFIX_CACHE_QUERIES, REQUEST_PREFILL_KV_COMPUTED_TOKENS
 from kvwatch.window import Window, windows
 from kvwatch.workload import OfferedLoad, longest_request, offered_load
 
@@ -89,6 +91,14 @@ def test_a_shared_prefix_is_found() -> None:
     # 8 clients shared 1,500 characters of 1,580; a block has 128 tokens, so 11 blocks can be hit
     assert load.prefix_tokens in {1408, 1536}
     assert load.prefixes <= 2
+
+
+def test_without_the_metrics_of_the_prefix_cache_it_is_not_known_whether_requests_share_one() -> None:
+    bare = without(capture("prefix"), PREFIX_CACHE_HITS, PREFIX_CACHE_QUERIES, REQUEST_PREFILL_KV_COMPUTED_TOKENS)
+    load = offered_load(view_of(bare))
+    assert not load.prefixes_known
+    assert assumed(load)["prefix_tokens"] == (0, "assumed")
+    assert assumed(load)["prefixes"] == (0, "assumed")
 
 
 def test_a_pinned_batch_with_room_in_the_pool_gives_max_num_seqs() -> None:

@@ -231,6 +231,9 @@ def test_a_log_that_cannot_be_used_says_why(tmp_path: Path, text: str, said: str
         ('{"time": 1, "prompt_tokens": "5_0", "output_tokens": 5}', "log.jsonl:1: '5_0' is not a number of tokens"),
         ('{"time": 1, "prompt_tokens": 10000000000, "output_tokens": 5}', "log.jsonl:1: prompt_tokens is above"),
         ("[" * 100_000, "log.jsonl:1 is not JSON (maximum recursion depth exceeded"),
+        ('{"time": true, "prompt_tokens": 5, "output_tokens": 5}', "log.jsonl:1: True is not a time"),
+        ('{"time": 1700000000000, "prompt_tokens": 5, "output_tokens": 5}', "in the year 5138 or later; milliseconds?"),
+        ('{"time": 1, "time": 2, "prompt_tokens": 5, "output_tokens": 5}', "the key 'time' is there 2 times"),
     ],
 )
 def test_a_line_of_a_log_that_cannot_be_used_is_named(tmp_path: Path, line: str, said: str) -> None:
@@ -238,6 +241,33 @@ def test_a_line_of_a_log_that_cannot_be_used_is_named(tmp_path: Path, line: str,
     with pytest.raises(SettingError) as refused:
         read_request_log(tmp_path / "log.jsonl", notes=[])
     assert said in str(refused.value)
+
+
+def test_a_column_that_is_there_twice_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "log.csv").write_text("time,prompt_tokens,output_tokens,prompt_tokens\n1,5,3,7\n")
+    with pytest.raises(SettingError, match="has the column 'prompt_tokens' 2 times"):
+        read_request_log(tmp_path / "log.csv", notes=[])
+
+
+@pytest.mark.parametrize("separator", ["\u2028", "\u0085", "\u2029"])
+def test_a_line_ends_where_json_lines_end(tmp_path: Path, separator: str) -> None:
+    line = f'{{"time": 1, "prompt_tokens": 5, "output_tokens": 5, "user": "a{separator}b"}}\n'
+    (tmp_path / "log.jsonl").write_text(line * 2, encoding="utf-8")
+    assert len(read_request_log(tmp_path / "log.jsonl", notes=[])) == 2
+
+
+@pytest.mark.parametrize("given", ['"a\\u0000b"', '"\\ud800"'])
+@pytest.mark.parametrize("key", ["requests_file", "request_log"])
+def test_a_name_that_no_file_can_have_is_an_error(tmp_path: Path, key: str, given: str) -> None:
+    (tmp_path / "load.json").write_text(f'{{"engine": {{}}, "{key}": {given}}}')
+    with pytest.raises(SettingError, match=f"load.json: {key} is .*; no file can have that name"):
+        read_workload(str(tmp_path / "load.json"), notes=[])
+
+
+def test_a_key_that_is_there_twice_is_an_error_in_json_too(tmp_path: Path) -> None:
+    (tmp_path / "load.json").write_text('{"engine": {"num_gpu_blocks": 256, "num_gpu_blocks": 999}}')
+    with pytest.raises(SettingError, match="is not JSON: the key 'num_gpu_blocks' is there 2 times"):
+        read_workload(str(tmp_path / "load.json"), notes=[])
 
 
 def test_a_csv_field_beyond_what_csv_reads_is_an_error(tmp_path: Path) -> None:
@@ -270,6 +300,10 @@ def test_an_empty_log_is_an_error(tmp_path: Path) -> None:
         (YAML + f"clients: {'9' * 5000}\n", "is not YAML: Exceeds the limit"),
         (YAML + f"requests_file: &a [{', '.join(['[x, x, x, x]'] * 9)}]\n", "requests_file is [["),
         (YAML + "requests_file: 7\n", "requests_file is 7; it must be the name of a file"),
+        (YAML + 'requests_file: "a\\0b"\n', "load.yaml: requests_file is 'a\\x00b'; no file can have that name"),
+        (YAML + "request_log: !!bool maybe\n", "is not YAML: a tag does not fit its value"),
+        (YAML + "request_log: !!timestamp soon\n", "is not YAML: a tag does not fit its value"),
+        (YAML + "clients: 8\nclients: 3\n", "is not YAML: the key 'clients' is there twice"),
         (YAML + "requests:\n  - {prompt_tokens: 0, output_tokens: 1}\n", "load.yaml: requests[0]: prompt_tokens is 0"),
     ],
 )

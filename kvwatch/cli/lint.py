@@ -137,7 +137,9 @@ def _documents(text: str, name: str) -> list[Any]:
         return content if isinstance(content, list) else [content]
     import yaml
 
+    from kvwatch.yaml_once import load_yaml_all
+
     try:
-        return list(yaml.safe_load_all(text))
-    except (yaml.YAMLError, RecursionError) as error:
+        return load_yaml_all(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise SourceError(f"{name}: neither JSON nor YAML: {' '.join(str(error).split())}{hint}") from error

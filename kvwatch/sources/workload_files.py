@@ -15,6 +15,7 @@ BurstGPT are of this form.
 import csv
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
@@ -31,6 +32,8 @@ BUILT_IN = {LONG_CONTEXT_TRAP: long_context_trap}
 
 MAX_FILE_BYTES = 256 * 1024 * 1024
 """Largest workload file or list of requests; a million requests take about 60 MiB."""
+
+_LATEST_SECONDS = 1e11  # as milliseconds it was in 1973
 
 _TIMES = ("at_seconds", "timestamp", "time", "arrival_time", "created", "start_time", "starttime")
 _PROMPTS = ("prompt_tokens", "input_tokens", "context_tokens", "contexttokens", "request tokens")
@@ -56,12 +59,23 @@ def read_workload(name: str, *, notes: list[str]) -> Workload:
         given = mapping[sources[0]]
         if not isinstance(given, str):
             raise SettingError(f"{path}: {sources[0]} is {shown(given)}; it must be the name of a file.")
-        file = path.parent / given
+        file = path.parent / _file_name(given, f"{path}: {sources[0]}")
         requests = read_requests(file) if sources[0] == "requests_file" else read_request_log(file, notes=notes)
     try:
         return workload_from(mapping, requests=requests)
     except SettingError as error:
         raise SettingError(f"{path}: {error}") from error
+
+
+def _file_name(given: str, where: str) -> str:
+    """As it is, where the system can have a file of that name."""
+    try:
+        possible = "\0" not in given and bool(os.fsencode(given))
+    except UnicodeEncodeError:
+        possible = False
+    if not possible:
+        raise SettingError(f"{where} is {shown(given)}; no file can have that name.")
+    return given
 
 
 def read_requests(path: Path) -> tuple[Request, ...]:
@@ -114,31 +128,48 @@ def _text(path: Path) -> str:
 def _parse(path: Path, text: str) -> Any:
     if path.suffix == ".json":
         try:
-            return json.loads(text)
+            return json.loads(text, object_pairs_hook=_once_each)
         except (ValueError, RecursionError) as error:
             raise SettingError(f"{path} is not JSON: {error}") from error
     import yaml  # noqa: PLC0415 -- a tenth of the start-up time, and lists of requests need none of it
 
+    from kvwatch.yaml_once import load_yaml  # noqa: PLC0415 -- it imports yaml
+
     try:
-        return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506 -- both are safe
+        return load_yaml(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: 2001-99-99, a number of 5,000 digits
         raise SettingError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
 
 
+def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object in which no key is there twice: of two values one would be lost without a word."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in found if names.count(name) > 1)
+        raise ValueError(f"the key {twice!r} is there {names.count(twice)} times")
+    return found
+
+
 def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
-    for number, line in enumerate(_text(path).splitlines(), start=1):
+    # Not splitlines(): U+2028 and U+0085 may stand in a string of JSON as they are.
+    for number, line in enumerate(_text(path).split("\n"), start=1):
         if not line.strip():
             continue
         try:
-            yield f"{path}:{number}", json.loads(line)
+            yield f"{path}:{number}", json.loads(line, object_pairs_hook=_once_each)
         except (ValueError, RecursionError) as error:
             raise SettingError(f"{path}:{number} is not JSON ({error}); write one object a line.") from error
 
 
 def _csv_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    rows = enumerate(csv.DictReader(_text(path).splitlines()), start=2)
+    reader = csv.DictReader(_text(path).splitlines())
     try:
-        yield from ((f"{path}:{number}", row) for number, row in rows)
+        names = reader.fieldnames or ()
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise SettingError(f"{path} has the column {twice[0]!r} {names.count(twice[0])} times; keep one of them.")
+        yield from ((f"{path}:{number}", row) for number, row in enumerate(reader, start=2))
     except csv.Error as error:
         raise SettingError(f"{path} is not CSV: {error}") from error
 
@@ -173,13 +204,18 @@ def _tokens(value: Any, where: str) -> int:
 def _time(value: Any, where: str) -> float:
     """Seconds: a number, or an ISO 8601 time (UTC where it names no zone)."""
     try:
-        seconds = float(value)
+        seconds = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
         return _iso_time(str(value), where)
     except OverflowError:
         seconds = math.inf
     if not math.isfinite(seconds):
         raise SettingError(f"{where}: {shown(value)} is not a time.")
+    if abs(seconds) > _LATEST_SECONDS:
+        raise SettingError(
+            f"{where}: {shown(value)} seconds is in the year 5138 or later; milliseconds? Give seconds since 1970, or "
+            "since any other moment."
+        )
     return seconds
 
 
