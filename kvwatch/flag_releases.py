@@ -6,7 +6,8 @@ SOURCE: vllm/engine/arg_utils.py of releases 0.6.6 to 0.33.0. 0.6 stands for "ev
 without an entry is no flag of vLLM's (`gateway_max_in_flight`, `replicas`).
 """
 
-from kvwatch.versions import EARLIEST_KNOWN, Version
+from kvwatch.errors import SettingError
+from kvwatch.versions import EARLIEST_KNOWN, Version, version_text
 
 FIRST_RELEASE: dict[str, Version] = {
     "max_num_seqs": EARLIEST_KNOWN,
@@ -40,3 +41,15 @@ EVICT_UNHASHED_FIRST_SINCE: Version = (0, 23, 0)
 def has_flag(setting: str, version: Version | None) -> bool:
     """Whether that release has the flag; an unknown version has only what every release has."""
     return FIRST_RELEASE[setting] <= (version or EARLIEST_KNOWN)
+
+
+def check_supported(setting: str, version: Version | None, *, said: str, remedy: str) -> None:
+    """Raise SettingError if this vLLM does not know the flag yet. `said`: how it was asked for.
+
+    An unknown version refuses nothing.
+    """
+    if version is not None and setting in FIRST_RELEASE and not has_flag(setting, version):
+        raise SettingError(
+            f"{said}, and vLLM {version_text(version)} has no --{setting.replace('_', '-')}: it came with "
+            f"{version_text(FIRST_RELEASE[setting])}. {remedy}"
+        )

@@ -15,7 +15,7 @@ from dataclasses import MISSING, fields
 from typing import Any, TypeVar
 
 from kvwatch.errors import SettingError, shown
-from kvwatch.flag_releases import EVICT_UNHASHED_FIRST_SINCE, FIRST_RELEASE, V1_SINCE, has_flag
+from kvwatch.flag_releases import EVICT_UNHASHED_FIRST_SINCE, V1_SINCE, check_supported, has_flag
 from kvwatch.simulation import CostModel, KvGroup, Request, Retry, SchedulerSettings, Workload
 from kvwatch.simulator import check_fits
 from kvwatch.versions import Version, parse_version, version_text
@@ -75,15 +75,6 @@ def request_from(mapping: Any, where: str) -> Request:
     return request
 
 
-def check_supported(name: str, version: Version | None) -> None:
-    """Raise SettingError if this vLLM does not know the flag yet."""
-    if version is not None and name in FIRST_RELEASE and not has_flag(name, version):
-        raise SettingError(
-            f"engine.{name} is set, and vLLM {version_text(version)} has no --{name.replace('_', '-')}: it came with "
-            f"{version_text(FIRST_RELEASE[name])}. Remove it or raise engine.vllm_version."
-        )
-
-
 def _engine_from(mapping: Any, *, longest_request_tokens: int) -> tuple[SchedulerSettings, Version | None]:
     known = ("vllm_version", *(f.name for f in fields(SchedulerSettings) if f.name not in _DERIVED))
     given = dict(_mapping(mapping, "engine", known))
@@ -100,7 +91,12 @@ def _engine_from(mapping: Any, *, longest_request_tokens: int) -> tuple[Schedule
         for name in NOT_IN_EVERY_RELEASE:
             # Off is what a version without the flag does, so a file may say so.
             if given.get(name):
-                check_supported(name, version)
+                check_supported(
+                    name,
+                    version,
+                    said=f"engine.{name} is set",
+                    remedy="Remove it or raise engine.vllm_version.",
+                )
         if not has_flag("scheduler_reserve_full_isl", version):
             given["scheduler_reserve_full_isl"] = False
         given["evict_unhashed_first"] = version >= EVICT_UNHASHED_FIRST_SINCE

@@ -164,7 +164,44 @@ def test_a_version_that_is_only_a_lower_bound_refuses_no_flag_but_one_that_is_gi
     assert run("--workload", THRASH, "--watermark", "0.05").exit_code == 0
     refused = run("--workload", THRASH, "--watermark", "0.05", "--vllm-version", "0.23.0")
     assert refused.exit_code == 2
-    assert "has no --watermark" in refused.stderr
+    said = " ".join(refused.stderr.split())
+    assert "--watermark is 0.05, and vLLM 0.23.0 has no --watermark: it came with 0.24.0. Leave it out, or name" in said
+
+
+def test_pages_that_may_be_older_than_the_watermark_are_named() -> None:
+    """The release of this page is 0.15 or so; what it shows came with 0.13."""
+    page = str(EXPOSITION / "v0.15ish_qwen3coder30b_live.prom")
+    said = run("--workload", page, "--watermark", "0.05").stderr
+    assert "note: --watermark came with vLLM 0.24.0, and the pages tell only that this one is at least 0.13.0" in said
+    assert "note: --watermark" not in run("--workload", page, "--watermark", "0").stderr
+    assert "note: --watermark" not in run("--workload", THRASH, "--watermark", "0.05").stderr
+
+
+def test_what_was_seen_stands_beside_what_is_simulated() -> None:
+    data = json.loads(run("--workload", THRASH, "-o", "json").stdout)
+    assert inputs_of(data)["preemptions_per_request"] == (0.833, "observed")
+
+
+def test_clients_that_give_up_are_counted_where_some_do(tmp_path: Path) -> None:
+    file = tmp_path / "impatient.yaml"
+    file.write_text(
+        yaml.safe_dump(
+            {
+                "engine": {"num_gpu_blocks": 256, "max_num_seqs": 32},
+                "cost": {"step_seconds": 0.02},
+                "retry": {"first_token_timeout_seconds": 2, "max_attempts": 2},
+                "requests": [{"at_seconds": n / 4, "prompt_tokens": 200, "output_tokens": 200} for n in range(60)],
+            }
+        )
+    )
+    options = json.loads(run("--workload", str(file), "--max-num-seqs", "2,4", "-o", "json").stdout)["options"]
+    assert [option["abandoned_requests"] for option in options] == [50, 40]
+    text = run("--workload", str(file), "--max-num-seqs", "2,4").stdout.splitlines()
+    assert "gave up" in next(line for line in text if "seqs" in line and "preempt" in line)
+    assert "<th>given up</th>" in run("--workload", str(file), "--max-num-seqs", "2,4", "-o", "html").stdout
+    patient = run("--workload", str(file), "--max-num-seqs", "32,64").stdout
+    assert "gave up" not in patient
+    assert "given up" not in patient
 
 
 def test_a_server_is_sampled_and_its_version_is_read() -> None:

@@ -203,7 +203,9 @@ def test_of_a_file_to_which_pages_were_appended_the_last_page_counts() -> None:
 
 def test_pages_of_two_engines_with_the_same_labels_are_refused() -> None:
     page = engine_page(running=18, preemptions=25) + engine_page(running=2, preemptions=3)
-    with pytest.raises(ExpositionError, match=r"num_preemptions_total is there twice .* as 25 and then as 3: these are"):
+    with pytest.raises(
+        ExpositionError, match=r"num_preemptions_total is there twice .* as 25 and then as 3: these are"
+    ):
         one(page)
 
 

@@ -10,8 +10,8 @@ import click
 
 from kvwatch.capacity import EngineFacts, live_capacity
 from kvwatch.cli.vllm_flags import engine_request, vllm_flags
-from kvwatch.errors import CapacityError, SettingError
-from kvwatch.flag_releases import FIRST_RELEASE, has_flag
+from kvwatch.errors import CapacityError
+from kvwatch.flag_releases import check_supported
 from kvwatch.snapshot import CacheConfig
 from kvwatch.versions import engine_version, version_text
 from kvwatch.vllm_args import left_out
@@ -57,8 +57,14 @@ def given(ctx: click.Context, options: Mapping[str, Any]) -> Given:
     from kvwatch.engine import check_flags
 
     check_flags(request.engine)
-    if version_given:
-        _check_watermark(request.engine)
+    if version_given and request.engine.watermark:
+        # What is simulated is the engine as it runs: not with a flag that its release lacks.
+        check_supported(
+            "watermark",
+            request.engine.vllm_version,
+            said=f"--watermark is {request.engine.watermark:g}",
+            remedy="Leave one of --watermark and --vllm-version out.",
+        )
     if request.model is None:
         return Given(engine=request.engine, version_given=version_given)
     from kvwatch.model import read_model
@@ -67,16 +73,6 @@ def given(ctx: click.Context, options: Mapping[str, Any]) -> Given:
     files = load_model(request.model)
     model = read_model(files.config, name=files.name)
     return Given(engine=request.engine, version_given=version_given, files=files, model=model)
-
-
-def _check_watermark(engine: EngineConfig) -> None:
-    """What is simulated is the engine as it runs: not with a flag that its release lacks."""
-    version = engine.vllm_version
-    if engine.watermark and not has_flag("watermark", version):
-        raise SettingError(
-            f"--watermark is {engine.watermark:g}, and vLLM {version_text(version)} has no --watermark: it came with "
-            f"{version_text(FIRST_RELEASE['watermark'])}. Leave one of --watermark and --vllm-version out."
-        )
 
 
 def engine_facts(made: Iterable[Window], observed: Mapping[str, EngineFacts], told: Given) -> dict[str, EngineFacts]:

@@ -14,6 +14,7 @@ from kvwatch.errors import NoData, SettingError
 from kvwatch.settings_now import Assumption, Origin
 from kvwatch.simulation import Workload
 from kvwatch.study import trial_of
+from kvwatch.vllm_metrics import PREEMPTIONS, REQUEST_SUCCESS
 from kvwatch.window import Window, windows
 from kvwatch.workload import offered_load
 
@@ -99,6 +100,8 @@ def _reconstructed(view: EngineView) -> tuple[Workload, tuple[Assumption, ...]]:
         Assumption(name="finished_requests", value=round(load.observations), origin="observed"),
         Assumption(name="lengths_from", value=load.source, origin="observed"),
     ]
+    if (preempted := _preemptions_per_request(view.window)) is not None:
+        more.append(Assumption(name="preemptions_per_request", value=round(preempted, 3), origin="observed"))
     if fit:
         more.append(Assumption(name="cost_error_ratio", value=round(fit.error_ratio, 4), origin="derived"))
     if told:
@@ -115,3 +118,12 @@ def _reconstructed(view: EngineView) -> tuple[Workload, tuple[Assumption, ...]]:
         vllm_version=told,
     )
     return workload, (*load.assumptions, *costs, *more)
+
+
+def _preemptions_per_request(window: Window) -> float | None:
+    """What was seen, to compare with what is simulated: in the window, else since the engine started."""
+    try:
+        return window.increase(PREEMPTIONS) / max(1.0, window.increase(REQUEST_SUCCESS))
+    except NoData:
+        preempted, finished = window.latest.get(PREEMPTIONS), window.latest.get(REQUEST_SUCCESS)
+        return None if preempted is None or not finished else preempted / finished

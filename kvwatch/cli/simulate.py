@@ -5,7 +5,7 @@ What --workload means is told by its form alone, in this order: the name of a bu
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
@@ -18,14 +18,14 @@ from kvwatch.cli.options import output_option, sampling_options, terminal_width
 from kvwatch.cli.output import write_result
 from kvwatch.cli.vllm_flags import engine_options
 from kvwatch.errors import SettingError
+from kvwatch.flag_releases import FIRST_RELEASE, check_supported, has_flag
 from kvwatch.objective import OBJECTIVES, Objective, Option, choose
 from kvwatch.render.data import to_json, to_yaml
 from kvwatch.render.simulation import Comparison, simulation_data, simulation_text
 from kvwatch.simulation import SchedulerSettings, Workload
 from kvwatch.simulator import simulate
 from kvwatch.sources.workload_files import BUILT_IN, read_workload
-from kvwatch.versions import parse_version
-from kvwatch.workload_spec import check_supported
+from kvwatch.versions import parse_version, version_text
 
 if TYPE_CHECKING:  # a workload file needs no source
     from kvwatch.settings_now import Assumption
@@ -116,10 +116,23 @@ def command(
         "num_gpu_blocks": num_gpu_blocks,
     }
     name, workload, assumptions, notes = _workload(ctx, workload_name, of_source)
+    if watermark and any(watermark):
+        notes = (*notes, *_watermark_note(assumptions))
     for note in notes:
         click.echo(f"note: {note}", err=True)
     comparison = compare(workload, name, objective, {k: v for k, v in values.items() if v is not None}, assumptions)
     write_result(render(comparison, output))
+
+
+def _watermark_note(assumptions: "Iterable[Assumption]") -> Iterator[str]:
+    """The pages of an engine may be older than the flag, and tell no release that has it."""
+    for item in assumptions:
+        least = str(item.value).removeprefix("at least ")
+        if item.name == "vllm_version" and item.origin == "derived" and not has_flag("watermark", parse_version(least)):
+            yield (
+                f"--watermark came with vLLM {version_text(FIRST_RELEASE['watermark'])}, and the pages tell only "
+                f"that this one is {item.value}; give --vllm-version"
+            )
 
 
 def is_source(name: str) -> bool:
@@ -184,7 +197,12 @@ def compare(
     if count > MAX_OPTIONS:
         raise SettingError(f"{count} combinations are too many to simulate (at most {MAX_OPTIONS}); try fewer values.")
     if any(values.get("watermark", ())) and workload.vllm_version is not None:
-        check_supported("watermark", parse_version(workload.vllm_version))
+        check_supported(
+            "watermark",
+            parse_version(workload.vllm_version),
+            said=f"--watermark is {', '.join(f'{share:g}' for share in values['watermark'])}",
+            remedy="Leave it out, or name a later release: engine.vllm_version of a file, --vllm-version of a SOURCE.",
+        )
     current = _simulated(workload, workload.engine)
     options = tuple(
         current if settings == workload.engine else _simulated(workload, settings)

@@ -136,12 +136,14 @@ def changed_flags(chosen: Option, current: Option) -> list[str]:
 def effect(chosen: Option, current: Option) -> list[str]:
     """What the chosen option changes, measure by measure: from, to, and by how much."""
     new, old = chosen.result, current.result
+    given_up = f"given up {old.abandoned_requests} -> {new.abandoned_requests} of {new.requests}"
     recomputed = f"recomputed tokens {old.recomputed_tokens:,} -> {new.recomputed_tokens:,}"
     return [
         f"preemptions {old.preemptions} -> {new.preemptions}, {recomputed}",
         _change("output", old.output_tokens_per_second, new.output_tokens_per_second, " tokens/s"),
         _change("TTFT p99", old.ttft_p99_seconds, new.ttft_p99_seconds, " s"),
         _change("ITL p99", milli(old.itl_p99_seconds), milli(new.itl_p99_seconds), " ms"),
+        *((given_up,) if are_some_given_up((chosen, current)) else ()),
     ]
 
 
@@ -169,18 +171,24 @@ def varied_settings(options: Sequence[Option]) -> list[str]:
     ]
 
 
+def are_some_given_up(options: Iterable[Option]) -> bool:
+    """Whether clients give up on requests: their times to the first token are in no percentile."""
+    return any(option.result.abandoned_requests for option in options)
+
+
 def _table(comparison: Comparison, *, width: int) -> str:
     """The chosen option first, then the others as given, and the present settings. What is too wide loses columns."""
     ordered = ordered_options(comparison)
     varied = varied_settings(ordered)
-    dropped: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = () if are_some_given_up(ordered) else ("gave up",)
     while True:
         rows = [{"": _mark(option, comparison), **_cells(option, varied)} for option in ordered]
         header = [name for name in rows[0] if name not in dropped]
         table = _aligned([header, *([row[name] for name in header] for row in rows)])
-        if len(dropped) == len(_LEAST_IMPORTANT) or max(map(len, table.splitlines())) <= width:
+        left = [name for name in _LEAST_IMPORTANT if name not in dropped]
+        if not left or max(map(len, table.splitlines())) <= width:
             return table
-        dropped = _LEAST_IMPORTANT[: len(dropped) + 1]
+        dropped = (*dropped, left[0])
 
 
 _COLUMN = {
@@ -204,6 +212,7 @@ def _cells(option: Option, varied: Iterable[str]) -> dict[str, str]:
     result: SimulationResult = option.result
     return {
         **{_COLUMN[name]: f"{getattr(option.settings, name):g}" for name in varied},
+        "gave up": str(result.abandoned_requests),
         "preempt": str(result.preemptions),
         "recomp": short(result.recomputed_tokens),
         "tok/s": number(result.output_tokens_per_second),

@@ -18,6 +18,7 @@ from kvwatch.render.simulation import (
     ORIGINS,
     SETTINGS,
     Comparison,
+    are_some_given_up,
     changed_flags,
     is_cost_assumed,
     is_none_calm,
@@ -131,9 +132,11 @@ def _options(comparison: Comparison) -> str:
     """All options, the chosen one first."""
     ordered = ordered_options(comparison)
     varied = varied_settings(ordered)
+    given_up = are_some_given_up(ordered)
     heads = (
         "",
         *(name.replace("_", "-") for name in varied),
+        *(("given up",) if given_up else ()),
         *("preempted", "recomputed", "tokens/s", "TTFT p50, s", "TTFT p99, s", "ITL p50, ms", "ITL p99, ms", "peak KV"),
     )
     rows = []
@@ -143,6 +146,7 @@ def _options(comparison: Comparison) -> str:
             (
                 _mark(option, comparison),
                 *(_setting(option, name) for name in varied),
+                *((f"{result.abandoned_requests:,}",) if given_up else ()),
                 f"{result.preemptions:,}",
                 f"{result.recomputed_tokens:,}",
                 number(result.output_tokens_per_second),
