@@ -287,8 +287,8 @@ def test_a_flag_wins_over_the_command_line_inside_and_that_over_the_environment(
     assert (found["max_num_seqs"], found["tensor_parallel_size"], found["max_model_len"]) == (16, 2, 2048)
 
 
-def test_an_estimated_pool_is_shown_as_what_is_claimed_less_its_terms(llama: str) -> None:
-    printed = run("budget", "--model", llama, "--gpu", "H100").stdout
+def test_an_estimated_pool_is_shown_as_what_is_claimed_less_its_terms() -> None:
+    printed = run("budget", "--model", "meta-llama/Llama-3.1-8B-Instruct", "--gpu", "H100").stdout
     lines = printed[printed.index("\nPool\n") : printed.index("  one block")].splitlines()
     assert "    72.85 GiB claimed, less" in lines
     assert sum(line.startswith("  - ") for line in lines) == 4

@@ -198,7 +198,7 @@ def test_clients_that_give_up_are_counted_where_some_do(tmp_path: Path) -> None:
     assert [option["abandoned_requests"] for option in options] == [50, 40]
     text = run("--workload", str(file), "--max-num-seqs", "2,4").stdout.splitlines()
     assert "gave up" in next(line for line in text if "seqs" in line and "preempt" in line)
-    assert "<th>given up</th>" in run("--workload", str(file), "--max-num-seqs", "2,4", "-o", "html").stdout
+    assert ">given up</th>" in run("--workload", str(file), "--max-num-seqs", "2,4", "-o", "html").stdout
     patient = run("--workload", str(file), "--max-num-seqs", "32,64").stdout
     assert "gave up" not in patient
     assert "given up" not in patient
