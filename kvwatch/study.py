@@ -38,7 +38,6 @@ def study(view: EngineView, objective: Objective, *, may_loosen: bool) -> Study:
     load = offered_load(view)
     trial, fit = trial_of(view, load)
     trial = replace(trial, may_loosen=may_loosen)
-    finished = view.window.increase(REQUEST_SUCCESS)
     doubled = replace(load.settings, num_gpu_blocks=2 * load.settings.num_gpu_blocks)
     flags = best_settings(trial, objective)
     return Study(
@@ -49,8 +48,13 @@ def study(view: EngineView, objective: Objective, *, may_loosen: bool) -> Study:
         gateway=best_in_flight(trial, objective),
         changes=capacity_changes(view, trial, flags.best.settings, batch_known=_is_batch_known(load)),
         larger_pool=run(trial, doubled, None, range(len(trial.draws))),
-        observed_per_request=view.window.increase(PREEMPTIONS) / max(1.0, finished),
+        observed_per_request=preemptions_per_request(view.window),
     )
+
+
+def preemptions_per_request(window: Window) -> float:
+    """Preemptions seen in the window per request that finished in it. Raises NoData where either is not known."""
+    return window.increase(PREEMPTIONS) / max(1.0, window.increase(REQUEST_SUCCESS))
 
 
 def _is_batch_known(load: OfferedLoad) -> bool:

@@ -11,9 +11,11 @@ from kvwatch.checks.check import EngineView, engine_view
 from kvwatch.cli.engine_flags import engine_facts, given
 from kvwatch.cli.judge import read_sources
 from kvwatch.errors import NoData, SettingError
+from kvwatch.flag_releases import FIRST_RELEASE, has_flag
 from kvwatch.settings_now import Assumption, Origin
 from kvwatch.simulation import Workload
-from kvwatch.study import trial_of
+from kvwatch.study import preemptions_per_request, trial_of
+from kvwatch.versions import parse_version, version_text
 from kvwatch.vllm_metrics import PREEMPTIONS, REQUEST_SUCCESS
 from kvwatch.window import Window, windows
 from kvwatch.workload import offered_load
@@ -38,8 +40,9 @@ def observed_load(
     engine: str | None,
     model_name: str | None,
     told: Mapping[str, Any],
+    with_watermark: bool,
 ) -> ObservedLoad:
-    """SOURCE -> ObservedLoad. `told` holds the options of `engine_options`.
+    """SOURCE -> ObservedLoad. `told` holds the options of `engine_options`; `with_watermark`: one is to be simulated.
 
     Raises SourceError if it cannot be read, SettingError if it has several engines and no choice was made, NoData if
     its pages do not show the load.
@@ -60,7 +63,18 @@ def observed_load(
             f"{name}: its load cannot be reconstructed: {missing}. Sample a longer --window while requests run, or "
             "describe the load in a workload file (docs/simulate.md)"
         ) from missing
-    return ObservedLoad(name=name, workload=workload, assumptions=assumptions, notes=(*found.notes, *found.failures))
+    notes = (*found.notes, *found.failures, *(_watermark_note(view) if with_watermark else ()))
+    return ObservedLoad(name=name, workload=workload, assumptions=assumptions, notes=notes)
+
+
+def _watermark_note(view: EngineView) -> tuple[str, ...]:
+    """The engine may be older than the flag, where its pages tell no release that has it."""
+    least = view.window.latest.vllm_version_at_least
+    if view.facts.vllm_version or least is None or has_flag("watermark", parse_version(least)):
+        return ()
+    came = version_text(FIRST_RELEASE["watermark"])
+    note = f"--watermark came with vLLM {came}, and the pages tell only that this one is at least {least}"
+    return (f"{note}; give --vllm-version",)
 
 
 def chosen_window(made: tuple[Window, ...], source: str, *, engine: str | None, model_name: str | None) -> Window:
@@ -100,7 +114,7 @@ def _reconstructed(view: EngineView) -> tuple[Workload, tuple[Assumption, ...]]:
         Assumption(name="finished_requests", value=round(load.observations), origin="observed"),
         Assumption(name="lengths_from", value=load.source, origin="observed"),
     ]
-    if (preempted := _preemptions_per_request(view.window)) is not None:
+    if (preempted := _preempted(view.window)) is not None:
         more.append(Assumption(name="preemptions_per_request", value=round(preempted, 3), origin="observed"))
     if fit:
         more.append(Assumption(name="cost_error_ratio", value=round(fit.error_ratio, 4), origin="derived"))
@@ -120,10 +134,10 @@ def _reconstructed(view: EngineView) -> tuple[Workload, tuple[Assumption, ...]]:
     return workload, (*load.assumptions, *costs, *more)
 
 
-def _preemptions_per_request(window: Window) -> float | None:
+def _preempted(window: Window) -> float | None:
     """What was seen, to compare with what is simulated: in the window, else since the engine started."""
     try:
-        return window.increase(PREEMPTIONS) / max(1.0, window.increase(REQUEST_SUCCESS))
+        return preemptions_per_request(window)
     except NoData:
         preempted, finished = window.latest.get(PREEMPTIONS), window.latest.get(REQUEST_SUCCESS)
         return None if preempted is None or not finished else preempted / finished

@@ -5,7 +5,7 @@ What --workload means is told by its form alone, in this order: the name of a bu
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
@@ -18,14 +18,14 @@ from kvwatch.cli.options import output_option, sampling_options, terminal_width
 from kvwatch.cli.output import write_result
 from kvwatch.cli.vllm_flags import engine_options
 from kvwatch.errors import SettingError
-from kvwatch.flag_releases import FIRST_RELEASE, check_supported, has_flag
+from kvwatch.flag_releases import check_supported
 from kvwatch.objective import OBJECTIVES, Objective, Option, choose
 from kvwatch.render.data import to_json, to_yaml
 from kvwatch.render.simulation import Comparison, simulation_data, simulation_text
 from kvwatch.simulation import SchedulerSettings, Workload
 from kvwatch.simulator import simulate
 from kvwatch.sources.workload_files import BUILT_IN, read_workload
-from kvwatch.versions import parse_version, version_text
+from kvwatch.versions import parse_version
 
 if TYPE_CHECKING:  # a workload file needs no source
     from kvwatch.settings_now import Assumption
@@ -115,24 +115,11 @@ def command(
         "max_num_batched_tokens": max_num_batched_tokens,
         "num_gpu_blocks": num_gpu_blocks,
     }
-    name, workload, assumptions, notes = _workload(ctx, workload_name, of_source)
-    if watermark and any(watermark):
-        notes = (*notes, *_watermark_note(assumptions))
+    name, workload, assumptions, notes = _workload(ctx, workload_name, of_source, with_watermark=any(watermark or ()))
     for note in notes:
         click.echo(f"note: {note}", err=True)
     comparison = compare(workload, name, objective, {k: v for k, v in values.items() if v is not None}, assumptions)
     write_result(render(comparison, output))
-
-
-def _watermark_note(assumptions: "Iterable[Assumption]") -> Iterator[str]:
-    """The pages of an engine may be older than the flag, and tell no release that has it."""
-    for item in assumptions:
-        least = str(item.value).removeprefix("at least ")
-        if item.name == "vllm_version" and item.origin == "derived" and not has_flag("watermark", parse_version(least)):
-            yield (
-                f"--watermark came with vLLM {version_text(FIRST_RELEASE['watermark'])}, and the pages tell only "
-                f"that this one is {item.value}; give --vllm-version"
-            )
 
 
 def is_source(name: str) -> bool:
@@ -148,14 +135,14 @@ def is_source(name: str) -> bool:
 
 
 def _workload(
-    ctx: click.Context, name: str, of_source: dict[str, Any]
+    ctx: click.Context, name: str, of_source: dict[str, Any], *, with_watermark: bool
 ) -> "tuple[str, Workload, tuple[Assumption, ...], Sequence[str]]":
     """Its name, the workload, what it rests on where it was reconstructed, and what was left out."""
     if is_source(name):
         from kvwatch.cli.observed_load import observed_load
 
         own = {key: of_source.pop(key) for key in ("window_seconds", "headers", "engine", "model_name")}
-        load = observed_load(ctx, name, told=of_source, **own)
+        load = observed_load(ctx, name, told=of_source, with_watermark=with_watermark, **own)
         return load.name, load.workload, load.assumptions, load.notes
     typed = [key for key in _OF_SOURCES if ctx.get_parameter_source(key) is ParameterSource.COMMANDLINE]
     if typed:
